@@ -1,0 +1,118 @@
+"""What CPU staging refuses: each mistake as a ValueError that says what to pass instead."""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from torchft._local_sgd_buffers import local_shard
+from torchft.manager import Manager
+
+MIB = 1024 * 1024
+
+
+def window_bytes(offload_window_mb: Optional[float], offload: bool) -> Optional[int]:
+    """Returns the window in bytes, None for one parameter at a time.
+
+    Raises:
+        ValueError: the window is not a number of MiB, 0 or more, or staging is off.
+    """
+    if offload_window_mb is None:
+        return None
+    if (
+        isinstance(offload_window_mb, bool)
+        or not isinstance(offload_window_mb, (int, float))
+        or not math.isfinite(offload_window_mb)
+        or offload_window_mb < 0
+    ):
+        raise ValueError(
+            f"offload_window_mb must be None or a number of MiB, 0 or more, got {offload_window_mb!r}"
+        )
+    if not offload:
+        raise ValueError(
+            f"offload_window_mb={offload_window_mb!r} needs offload_averaged_parameters_to_cpu=True"
+        )
+    return int(offload_window_mb * MIB)
+
+
+def check_sync_every(sync_every: int) -> None:
+    """Raises ValueError unless ``sync_every`` is a whole number of optimizer steps, 1 or more."""
+    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
+        raise ValueError(
+            f"sync_every must be a whole number of optimizer steps, 1 or more, got {sync_every!r}"
+        )
+
+
+def check_quorum_mode(manager: Manager) -> None:
+    """Raises ValueError for the quorum settings under which LocalSGD destroys weights."""
+    # "is True": an attribute of a test double is true as well.
+    if manager._use_async_quorum is True and manager._init_sync is True:
+        raise ValueError(
+            "the Manager has use_async_quorum=True and init_sync=True: the first LocalSGD synchronization "
+            "would divide all weights by the number of replica groups. Pass use_async_quorum=False or "
+            "init_sync=False to the Manager; recommended are both, with identical initial weights in all "
+            "groups"
+        )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raises ValueError for a parameter that can't be averaged or whose average can't be written back."""
+    for name, parameter in model.named_parameters():
+        # May still be materialized before the first synchronization.
+        if not is_lazy(parameter):
+            _check_parameter(name, parameter)
+
+
+def check_ready(model: nn.Module, dtensor_names: frozenset[str]) -> None:
+    """Checks the parameters at the moment of a synchronization.
+
+    Args:
+        model: the module that is synchronized.
+        dtensor_names: the parameters that must be DTensors. FSDP2 swaps a plain tensor in while a module is
+            unsharded; an average written into that one vanishes when the module is resharded.
+
+    Raises:
+        ValueError: a parameter is uninitialized, unsharded, or one that :func:`check_parameters` refuses.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} is not initialized: run one forward pass before the first "
+                "synchronization"
+            )
+        if name in dtensor_names and not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name!r} was a DTensor when LocalSGD was made and is unsharded now, so its "
+                "average would be lost: call reshard() on its FSDP module before the synchronization, or "
+                "let the last microbatch reshard again with set_reshard_after_backward(True)"
+            )
+        _check_parameter(name, parameter)
+
+
+def _check_parameter(name: str, parameter: torch.Tensor) -> None:
+    shard = local_shard(parameter)
+    if shard.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name!r} has layout {shard.layout}: LocalSGD averages dense parameters only"
+        )
+    if shard.device.type == "meta":
+        raise ValueError(
+            f"parameter {name!r} is on the meta device and has no values: materialize the model first, with "
+            "to_empty() and its initialization"
+        )
+    # Averaging divides, and PyTorch has no division for the 8-bit floats.
+    if not shard.dtype.is_floating_point or torch.finfo(shard.dtype).bits < 16:
+        raise ValueError(
+            f"parameter {name!r} has dtype {shard.dtype}, which has no average: LocalSGD takes 16, 32 and "
+            "64-bit floating-point parameters; register anything else as a buffer"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(shard.shape, shard.stride())):
+        raise ValueError(
+            f"parameter {name!r} of shape {tuple(shard.shape)} and strides {shard.stride()} is expanded: "
+            "several elements share one memory location and can't be written; make it contiguous()"
+        )
