@@ -86,42 +86,32 @@ def refuse_installed_nightly() -> None:
             )
 
 
-def find_base(pins: Path, scratch: Path) -> Path:
-    """The wheel to patch: a local one, another version from the index, or the pinned release."""
-    requirement, local = os.environ.get("TORCHFT_BASE"), os.environ.get("TORCHFT_BASE_WHEEL")
-    text = pins.read_text(encoding="utf-8")
-    pinned = [Path(name) for name in re.findall(r"torchft-\S+\.whl", text)]
-    if requirement and local:
-        raise refuse("TORCHFT_BASE and TORCHFT_BASE_WHEEL are both set: unset one of them.")
-    if local:
-        path = Path(local)
-        if not path.is_absolute() or not path.exists():
-            raise refuse(
-                f"TORCHFT_BASE_WHEEL is {local!r}: pass the absolute path of a wheel or a folder of wheels."
-            )
-        wheel = only_usable(sorted(path.glob("torchft*.whl")) if path.is_dir() else [path], local)
-        if wheel.name in [pin.name for pin in pinned] and sha256(wheel) not in text:
-            raise refuse(
-                f"{wheel} does not have the sha256 that upstream.txt pins: damaged, or not the release."
-            )
-        return wheel
-    if not requirement:
-        if not any(map(is_usable, pinned)):
-            raise refuse(no_wheel_for_this_python("torchft 0.2.0", pinned))
-        return download(["--require-hashes", "-r", str(pins)], "the pinned release", scratch)
-    if not re.fullmatch(r"torchft(-nightly)?==[\w.!+]+", requirement):
+def find_base(pins: Path, folder: Path) -> Path:
+    """The wheel to patch: TORCHFT_BASE says which, TORCHFT_BASE_WHEEL where it is, if not on the index."""
+    requirement, local = os.environ.get("TORCHFT_BASE", ""), os.environ.get("TORCHFT_BASE_WHEEL", "")
+    if requirement and not re.fullmatch(r"torchft(-nightly)?==[\w.!+]+", requirement):
         raise refuse(f"TORCHFT_BASE is {requirement!r}: pass torchft==VERSION or torchft-nightly==VERSION.")
-    return download([requirement], requirement, scratch)
-
-
-def only_usable(wheels: list[Path], where: str) -> Path:
-    fitting = [wheel for wheel in wheels if is_usable(wheel)]
-    if not fitting:
-        raise refuse(no_wheel_for_this_python(f"TORCHFT_BASE_WHEEL={where}", wheels))
-    if len(fitting) > 1:
-        names = ", ".join(wheel.name for wheel in fitting)
-        raise refuse(f"TORCHFT_BASE_WHEEL={where} has several wheels for this Python: pass one of {names}.")
-    return fitting[0]
+    what = [requirement] if requirement else ["--require-hashes", "-r", str(pins)]
+    name = requirement or "the release"
+    text = pins.read_text(encoding="utf-8")
+    exist = [Path(wheel) for wheel in re.findall(r"torchft-\S+\.whl", text)]
+    path = Path(local)
+    if local:
+        if not path.is_absolute() or not path.exists():
+            raise refuse(f"TORCHFT_BASE_WHEEL is {local!r}: pass the absolute path of a wheel or its folder.")
+        if path.is_file() and requirement:
+            raise refuse("TORCHFT_BASE_WHEEL is a file, which leaves nothing to choose: unset TORCHFT_BASE.")
+        if path.name in [pin.name for pin in exist] and sha256(path) not in text:
+            raise refuse(f"{local} does not have its sha256 of upstream.txt: damaged, or not the release.")
+        what += ["--no-index", "--find-links", local]
+        name += f" from {local}"
+        exist = [path] if path.is_file() else sorted(path.glob("torchft*.whl"))
+    if (local or not requirement) and not any(map(is_usable, exist)):
+        raise refuse(
+            f"{local or name} has no wheel for this Python and platform ({next(sys_tags())})."
+            f" Wheels that exist: {', '.join(map(tag_of, exist)) or 'none'}."
+        )
+    return path if path.is_file() else download(what, name, folder)
 
 
 def tag_of(wheel: Path) -> str:
@@ -132,27 +122,14 @@ def is_usable(wheel: Path) -> bool:
     return wheel.name.count("-") >= 4 and not parse_tag(tag_of(wheel)).isdisjoint(sys_tags())
 
 
-def no_wheel_for_this_python(base: str, wheels: list[Path]) -> str:
-    there = ", ".join(tag_of(wheel) for wheel in wheels) or "none"
-    return (
-        f"{base} has no wheel for this Python and platform ({next(sys_tags())}). Wheels that exist: {there}."
-    )
-
-
 def download(what: list[str], name: str, folder: Path) -> Path:
-    options = [
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     pip = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *options, *what],
+        [*command, "--disable-pip-version-check", "--dest", str(folder), *what],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if pip.returncode == 0:
         return next(folder.glob("*.whl"))
