@@ -1,8 +1,8 @@
 """TorchTitan configurations that train on a CPU: a tiny Llama 3, a tiny tokenizer and a tiny data set.
 
-A ``config_registry`` as a user would write one. TorchTitan's wheel has neither tokenizer nor data set, and its
-own debug model can't train here: FlexAttention has no backward on the CPU, healing a fused QKV projection
-hangs with several Gloo ranks, and Gloo lacks the pre-multiplied sum of FSDP2's gradient reduction.
+A ``config_registry`` as a user would write one. TorchTitan's wheel has neither tokenizer nor data set, and
+its own debug model can't train here: FlexAttention has no backward on the CPU, healing a fused QKV
+projection hangs with several Gloo ranks, and Gloo lacks the pre-multiplied sum of FSDP2's gradient reduction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchtitan.experiments.torchft.llama3.config_registry import llama3_torchft
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer as TitanTrainer
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common import ComplexRoPE, ScaledDotProductAttention
 from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers, llama3_configs, parallelize_llama
 
 from torchft.titan.trainer import FaultTolerantTrainer, with_local_sgd_offload
@@ -51,8 +51,19 @@ DATASETS["tiny"] = DatasetConfig(path="tiny", loader=_texts, sample_processor=la
 
 
 def _model() -> Llama3Model.Config:
-    debug = llama3_configs["debugmodel"](attn_backend="sdpa")
+    debug = llama3_configs["debugmodel"](attn_backend="flex")
     assert isinstance(debug.layers[0].attention.rope, ComplexRoPE.Config)
+    layers = _build_llama3_layers(
+        n_layers=2,
+        dim=DIM,
+        n_heads=2,
+        hidden_dim=2 * DIM,
+        rope=replace(debug.layers[0].attention.rope, dim=DIM // 2),
+        fuse_qkv=False,
+        attn_backend="flex",
+    )
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return replace(
         debug,
         dim=DIM,
@@ -60,15 +71,7 @@ def _model() -> Llama3Model.Config:
         tok_embeddings=replace(debug.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=DIM),
         norm=replace(debug.norm, normalized_shape=DIM),
         lm_head=replace(debug.lm_head, in_features=DIM, out_features=VOCABULARY),
-        layers=_build_llama3_layers(
-            n_layers=2,
-            dim=DIM,
-            n_heads=2,
-            hidden_dim=2 * DIM,
-            rope=replace(debug.layers[0].attention.rope, dim=DIM // 2),
-            fuse_qkv=False,
-            attn_backend="sdpa",
-        ),
+        layers=layers,
     )
 
 

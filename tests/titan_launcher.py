@@ -44,10 +44,8 @@ class RecordedLocalSGD(local_sgd.LocalSGD):
     """LocalSGD that tells what it was given and how each synchronization ended."""
 
     def __init__(self, **kwargs: Any) -> None:
-        plain = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float))}
-        _record(
-            event="constructed", given=sorted(kwargs), **plain, quorum=kwargs["manager"]._use_async_quorum
-        )
+        plain = {name: kwargs[name] for name in kwargs.keys() - {"manager", "model", "optimizer"}}
+        _record(event="constructed", async_quorum=kwargs["manager"]._use_async_quorum, **plain)
         super().__init__(**kwargs)
 
     def sync(self) -> None:

@@ -17,16 +17,20 @@ class FaultTolerance(TitanFaultTolerance):
 
     local_sgd_offload_to_cpu: bool = False
     """
-    Keep averaged parameters on the host until the replica groups have voted, instead of a second copy of
-    all parameters on the accelerator: less accelerator memory at a synchronization, for host memory and a
-    longer synchronization. Only with "semi_sync_method" "local_sgd", and without pipeline parallelism.
+    Keep averaged parameters on the host until the replica groups have
+    voted, instead of a second copy of all parameters on the accelerator:
+    less accelerator memory at a synchronization, for host memory and a
+    longer synchronization. Only with "semi_sync_method" "local_sgd", and
+    without pipeline parallelism.
     """
 
     local_sgd_offload_window_mb: Optional[float] = None
     """
-    Accelerator memory, in MiB per device, in which "local_sgd_offload_to_cpu" may keep several parameters in
-    flight. None (default): one parameter at a time. 0: as many as fit into the size of the largest one.
-    More: as many as fit into that, which takes more memory and is faster.
+    Accelerator memory, in MiB per device, in which staging may keep
+    several parameters in flight; needs "local_sgd_offload_to_cpu". By
+    default one parameter at a time; with 0 as many as fit into the size of
+    the largest parameter; with more as many as fit into that, which takes
+    more memory and is faster.
     """
 
 

@@ -29,7 +29,10 @@ class FaultTolerantTrainer(TitanTrainer):
     class Config(TitanTrainer.Config):
         """TorchTitan's job configuration, whose ``fault_tolerance`` section knows the flag."""
 
-        fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+        # Narrowed, as TorchTitan narrows fields of its own configurations.
+        fault_tolerance: FaultTolerance = field(  # pyright: ignore[reportIncompatibleVariableOverride]
+            default_factory=FaultTolerance
+        )
 
     config: Config
 
