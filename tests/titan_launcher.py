@@ -1,8 +1,8 @@
 """Runs TorchTitan on the CPU and records what it did; one process per rank.
 
-The environment variable TITAN_RECORD names the file, one JSON object a line: the arguments that LocalSGD was
-given, each step's loss, and after each synchronization the step of the Manager and the norm of this rank's
-parameters.
+The environment variable TITAN_RECORD names the replica group; into the file <that>_rank<rank>.json goes one
+JSON object a line: the arguments that LocalSGD was given, each step's loss, and after each synchronization
+the step of the Manager and the norm of this rank's parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torchft import local_sgd  # noqa: E402
 
 
 def _record(**what: Any) -> None:
-    with open(os.environ["TITAN_RECORD"], "a") as file:
+    with open(f"{os.environ['TITAN_RECORD']}_rank{os.environ['RANK']}.json", "a") as file:
         file.write(json.dumps(what) + "\n")
 
 
