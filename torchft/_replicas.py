@@ -159,11 +159,14 @@ class ReplicaGroups:
         for group in range(self._replicas):
             self.start(group)
 
-    def start(self, group: int) -> None:
+    def start(self, group: int) -> int:
         """Starts a group, for the first time or after it has ended.
 
         Args:
             group: 0 to ``replicas - 1``.
+
+        Returns:
+            0 for the first start, 1 for the first restart, ...; events carry it.
         """
         start = self._starts.get(group, -1) + 1
         self._starts[group] = start
@@ -172,6 +175,7 @@ class ReplicaGroups:
         self._stores[group] = store
         for rank in range(self._world_size):
             self._start_rank(group, rank, start, self._environment(group, rank, store.port))
+        return start
 
     def kill(self, group: int) -> None:
         """Kills all ranks of a group with SIGKILL; their ``Exit`` events follow.

@@ -1,0 +1,113 @@
+"""
+Durable checkpoints of one replica group, for a cold restart of all of them.
+
+FOLDER/group_0/step_80 and so on. Healing while others live does not need them: that goes from peer to peer.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Optional
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from torchft.manager import Manager
+
+__all__ = ["Checkpoint"]
+
+_KEPT = 2
+_PARTIAL = ".partial"
+
+
+class Checkpoint:
+    """Saves and loads model, optimizer and Manager. All ranks of the group call it together.
+
+    The Manager's state is part of it: without the step count a restarted group would take itself for a
+    newcomer and heal, or be taken for the peer to heal from.
+
+    Args:
+        folder: where all groups save; a shared file system if they run on several machines.
+        group: this replica group.
+        model: what is trained.
+        optimizer: its optimizer.
+        manager: its Manager.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        group: int,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        manager: Manager,
+    ) -> None:
+        self._folder = Path(folder) / f"group_{group}"
+        self._model = model
+        self._optimizer = optimizer
+        self._manager = manager
+        self._writes = not dist.is_initialized() or dist.get_rank() == 0
+
+    def load(self) -> bool:
+        """Takes over the newest complete checkpoint.
+
+        Call it before entering ``LocalSGD``: preparing the optimizer's state takes an optimizer step.
+
+        Returns:
+            Whether there was one.
+        """
+        complete = self._complete()
+        if not complete:
+            return False
+        state = self._state()
+        dcp.load(state, checkpoint_id=complete[-1], no_dist=not dist.is_initialized())
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self._manager.load_state_dict(state["manager"])
+        return True
+
+    def save(self, step: int) -> None:
+        """Saves what training has after a commit.
+
+        Args:
+            step: optimizer steps so far.
+        """
+        final = self._folder / f"step_{step}"
+        partial = final.with_name(final.name + _PARTIAL)
+        if self._writes:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        _barrier()
+        dcp.save(self._state(), checkpoint_id=partial, no_dist=not dist.is_initialized())
+        if self._writes:
+            # Only a whole checkpoint ever has the name that load() looks for.
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            for old in self._complete()[:-_KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+        _barrier()
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer, "manager": self._manager.state_dict()}
+
+    def _complete(self) -> list[Path]:
+        steps: dict[int, Path] = {}
+        for entry in self._folder.glob("step_*"):
+            match: Optional[re.Match[str]] = re.fullmatch(r"step_(\d+)", entry.name)
+            if match is not None:
+                steps[int(match.group(1))] = entry
+        return [steps[step] for step in sorted(steps)]
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

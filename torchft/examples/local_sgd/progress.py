@@ -1,0 +1,121 @@
+"""
+What a rank tells about its training: to the launcher, or on its own standard output.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchft import _replicas
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Reports of one rank.
+
+    Args:
+        group: its replica group.
+        rank: its rank within the group.
+    """
+
+    def __init__(self, group: int, rank: int) -> None:
+        self._launched = _replicas.attached()
+        self._prints = rank == 0 and not self._launched
+        self._group = group
+
+    def begin(self, step: int, commits: int, model: nn.Module, validation_loss: float) -> None:
+        """Training starts.
+
+        Args:
+            step: optimizer steps that a checkpoint brought.
+            commits: commits that a checkpoint brought.
+            model: what is trained.
+            validation_loss: the loss before the first step.
+        """
+        total, largest = _local_bytes(model)
+        self._say(f"starts at step {step}, validation loss {validation_loss:.3f}")
+        self._send(
+            kind="begin",
+            step=step,
+            commits=commits,
+            total_bytes=total,
+            largest_bytes=largest,
+            validation_loss=validation_loss,
+        )
+
+    def step(self, step: int) -> None:
+        """An optimizer step is done.
+
+        Args:
+            step: its number, from 1.
+        """
+        self._send(kind="step", step=step)
+
+    def synchronized(
+        self, step: int, commits: int, loss: float, committed: bool, healed: bool, milliseconds: float
+    ) -> None:
+        """A synchronization is over.
+
+        Args:
+            step: optimizer steps that the weights have if it was committed.
+            commits: commits so far.
+            loss: mean training loss since the last one.
+            committed: how the vote went.
+            healed: whether this group took its state over from a peer.
+            milliseconds: how long it took, waiting for the other groups included.
+        """
+        outcome = "committed" if committed else "rejected"
+        note = ", healed from a peer" if healed else ""
+        self._say(f"step {step}: loss {loss:.3f}, {outcome} after {milliseconds:.0f} ms{note}")
+        self._send(
+            kind="synchronized",
+            step=step,
+            commits=commits,
+            loss=loss,
+            committed=committed,
+            healed=healed,
+            milliseconds=milliseconds,
+        )
+
+    def finished(self, model: nn.Module, validation_loss: float) -> None:
+        """Training is over.
+
+        Args:
+            model: what was trained.
+            validation_loss: the loss after the last step.
+        """
+        digest = _digest(model)
+        self._say(f"finished, validation loss {validation_loss:.3f}, parameters sha256 {digest[:16]}")
+        self._send(kind="finished", digest=digest, validation_loss=validation_loss)
+
+    def _say(self, text: str) -> None:
+        if self._prints:
+            print(f"group {self._group} {text}", flush=True)
+
+    def _send(self, **fields: object) -> None:
+        if self._launched:
+            _replicas.send(**fields)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _local_bytes(model: nn.Module) -> tuple[int, int]:
+    sizes = [_local(parameter).nbytes for parameter in model.parameters()]
+    return sum(sizes), max(sizes)
+
+
+def _digest(model: nn.Module) -> str:
+    """Hashes this rank's shards, bit for bit; equal in all groups after a commit."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        shard = _local(parameter.detach()).to("cpu", memory_format=torch.contiguous_format)
+        digest.update(ctypes.string_at(shard.data_ptr(), shard.nbytes) if shard.nbytes else b"")
+    return digest.hexdigest()
