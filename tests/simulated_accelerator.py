@@ -1,0 +1,189 @@
+"""An accelerator made of host memory, whose bytes are counted exactly.
+
+On a CPU-only PyTorch a staged and an unstaged synchronization look alike: the same memory holds both. This
+registers a PrivateUse1 device named ``simulated`` with real data: each tensor on it wraps a CPU tensor whose
+storage is a numpy array, and a finalizer on that array tells when the storage is freed. Nothing is estimated.
+
+The device is synchronous, so it reports no accelerator to PyTorch: TorchFT's Manager then uses no streams.
+Use one device index per replica group to count each group's bytes on its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
+
+from torchft.process_group import ProcessGroupGloo
+
+NAME = "simulated"
+
+
+@dataclass
+class DeviceMemory:
+    """Bytes of all storages alive on one simulated device, and the most there have been at once."""
+
+    alive: int = 0
+    peak: int = 0
+
+    def reset_peak(self) -> None:
+        """Makes the peak the bytes alive now."""
+        with _LOCK:
+            self.peak = self.alive
+
+
+_LOCK = threading.RLock()
+_MEMORY: dict[int, DeviceMemory] = {}
+
+
+def device(index: int = 0) -> torch.device:
+    """Returns the simulated device number ``index``."""
+    return torch.device(NAME, index)
+
+
+def memory(index: int = 0) -> DeviceMemory:
+    """Returns the counters of simulated device number ``index``."""
+    return _MEMORY.setdefault(index, DeviceMemory())
+
+
+def _free(index: int, nbytes: int) -> None:
+    with _LOCK:
+        memory(index).alive -= nbytes
+
+
+def _on_device(fresh: torch.Tensor, index: int) -> SimulatedTensor:
+    """Moves a CPU tensor with a storage of its own into counted memory."""
+    nbytes = fresh.untyped_storage().nbytes()
+    array = np.zeros(nbytes, dtype=np.uint8)
+    with _LOCK:
+        counters = memory(index)
+        counters.alive += nbytes
+        counters.peak = max(counters.peak, counters.alive)
+    weakref.finalize(array, _free, index, nbytes)
+    counted = torch.empty(0, dtype=fresh.dtype)
+    counted.set_(
+        torch.from_numpy(array).untyped_storage(), fresh.storage_offset(), fresh.shape, fresh.stride()
+    )
+    counted.copy_(fresh)
+    return SimulatedTensor(counted, index)
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor on a simulated device.
+
+    Attributes:
+        data_on_device: the CPU tensor with the values.
+        index: the number of the device.
+    """
+
+    data_on_device: torch.Tensor
+    index: int
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, index: int) -> SimulatedTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            device=device(index),
+        )
+
+    def __init__(self, data: torch.Tensor, index: int) -> None:
+        self.data_on_device = data
+        self.index = index
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SimulatedTensor({self.data_on_device}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, SimulatedTensor)]
+        index = inputs[0].index
+        to_host = False
+        if kwargs.get("device") is not None:
+            target = torch.device(kwargs["device"])
+            to_host = target.type != NAME
+            if not to_host:
+                kwargs["device"] = torch.device("cpu")
+                index = target.index or 0
+
+        def unwrap(x: SimulatedTensor) -> torch.Tensor:
+            return x.data_on_device
+
+        cpu_args, cpu_kwargs = tree_map_only(SimulatedTensor, unwrap, (args, kwargs))
+        before = {x.data_on_device.untyped_storage().data_ptr() for x in inputs}
+        before.discard(0)
+        out = func(*cpu_args, **cpu_kwargs)
+
+        def wrap(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            if to_host:
+                # Leaving the device is a copy, never the same memory.
+                return x.clone() if x.untyped_storage().data_ptr() in before else x
+            if x.untyped_storage().data_ptr() in before:
+                return SimulatedTensor(x, index)
+            return _on_device(x, index)
+
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], SimulatedTensor):
+            return args[0]
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            return out
+        return return_and_correct_aliasing(func, args, kwargs, tree_map(wrap, out))
+
+
+class _Module(_DummyBackendModule):
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 8
+
+
+class _Hook(_DummyPrivateUse1Hook):
+    def is_available(self) -> bool:
+        return False
+
+
+def _empty(size: Any, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    return _on_device(torch.empty(size, dtype=dtype), device.index or 0)
+
+
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    return _on_device(torch.empty_strided(size, stride, dtype=dtype), device.index or 0)
+
+
+def _register() -> torch.library.Library:
+    _setup_privateuseone_for_python_backend(NAME, _Module(), _Hook())
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty, "PrivateUse1")
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    return library
+
+
+_LIBRARY = _register()
+
+
+class SimulatedProcessGroupGloo(ProcessGroupGloo):
+    """TorchFT's Gloo process group, reducing the memory that simulated tensors wrap."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        return super().allreduce(
+            [t.data_on_device if isinstance(t, SimulatedTensor) else t for t in tensors], opts
+        )
