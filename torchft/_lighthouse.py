@@ -47,7 +47,8 @@ class LighthouseProcess:
     Args:
         min_replicas: the number of replica groups without which there is no quorum.
         join_timeout: seconds to wait for groups that are alive but have not asked for a quorum.
-        heartbeat_timeout: seconds of silence after which a group counts as dead.
+        heartbeat_timeout: seconds of silence after which a group counts as dead. Shorter than TorchFT's
+            default of 5, since on one machine a group is started again faster than that.
         port: the port to listen on; 0 takes a free one.
 
     Raises:
@@ -59,7 +60,7 @@ class LighthouseProcess:
         min_replicas: int,
         *,
         join_timeout: float = 60.0,
-        heartbeat_timeout: float = 5.0,
+        heartbeat_timeout: float = 2.0,
         port: int = 0,
     ) -> None:
         extension = importlib.util.find_spec("torchft._torchft")

@@ -72,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
             failure = str(error)
     results = supervisor.results
     problems = [failure] if failure else _problems(results, supervisor.kills_left, options)
-    _print_summary(results, options)
+    if not failure:
+        _print_summary(results, options)
     if options.json is not None:
         _cli.write_json(options.json, _as_json(results, options, problems))
     if problems:

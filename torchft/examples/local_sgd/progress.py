@@ -58,7 +58,14 @@ class Progress:
         self._send(kind="step", step=step)
 
     def synchronized(
-        self, step: int, commits: int, loss: float, committed: bool, healed: bool, milliseconds: float
+        self,
+        step: int,
+        commits: int,
+        loss: float,
+        committed: bool,
+        healed: bool,
+        participants: int,
+        milliseconds: float,
     ) -> None:
         """A synchronization is over.
 
@@ -68,11 +75,15 @@ class Progress:
             loss: mean training loss since the last one.
             committed: how the vote went.
             healed: whether this group took its state over from a peer.
+            participants: replica groups that took part.
             milliseconds: how long it took, waiting for the other groups included.
         """
         outcome = "committed" if committed else "rejected"
         note = ", healed from a peer" if healed else ""
-        self._say(f"step {step}: loss {loss:.3f}, {outcome} after {milliseconds:.0f} ms{note}")
+        self._say(
+            f"step {step}: loss {loss:.3f}, {outcome} by {participants} groups "
+            f"after {milliseconds:.0f} ms{note}"
+        )
         self._send(
             kind="synchronized",
             step=step,
@@ -80,6 +91,7 @@ class Progress:
             loss=loss,
             committed=committed,
             healed=healed,
+            participants=participants,
             milliseconds=milliseconds,
         )
 

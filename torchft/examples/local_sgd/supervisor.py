@@ -23,7 +23,7 @@ class Results:
     """What a run did.
 
     Attributes:
-        history: one entry per synchronization: step, losses (by group; None where it was missing),
+        history: one entry per synchronization: step, losses (by group; None where it was missing or healed),
             committed, milliseconds (of the group that waited least), healed (groups).
         validation_before: validation loss at the start, in nats per byte.
         validation_after: validation loss after the last commit.
@@ -187,10 +187,8 @@ class Supervisor:
         ):
             self._flush()
         self._pending[number] = fields
-        if all(
-            index in self._pending or other.dying or other.finished or other.rejoining
-            for index, other in enumerate(self._groups)
-        ):
+        missing = fields["participants"] - len(self._pending) - sum(other.dying for other in self._groups)
+        if missing <= 0:
             self._flush()
         self._check_lost()
 
@@ -200,8 +198,11 @@ class Supervisor:
             return
         reports, self._pending = self._pending, {}
         groups = range(len(self._groups))
-        losses = [reports[group]["loss"] if group in reports else None for group in groups]
         healed = [group for group in groups if group in reports and reports[group]["healed"]]
+        # What a group trained before it healed was replaced by its peer's state: no loss to show.
+        losses = [
+            reports[group]["loss"] if group in reports and group not in healed else None for group in groups
+        ]
         entry = {
             "step": max(report["step"] for report in reports.values()),
             "losses": losses,

@@ -159,6 +159,7 @@ def train(options: argparse.Namespace) -> None:
                 float(loss_sum / steps),
                 committed,
                 healed_at is not None,
+                manager.num_participants(),
                 milliseconds,
             )
             done = manager.current_step()
