@@ -194,7 +194,9 @@ def check_output_file(option: str, path: Optional[str]) -> None:
     if path is None:
         return
     folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or path == "":
+    if path == "":
+        raise UserError(f"{option} is empty; pass a file name")
+    if os.path.isdir(path):
         raise UserError(f"{option} {path!r} is a folder; pass a file name")
     if not os.path.isdir(folder):
         raise UserError(f"{option} {path!r}: there is no folder {folder!r}; create it first")

@@ -126,17 +126,19 @@ def check_lighthouse(url: str, timeout: float = 5.0) -> None:
     Raises:
         ValueError: it is no such URL, nothing answers there, or what answers is no lighthouse.
     """
-    parts = urllib.parse.urlsplit(url)
+    netloc = ""
     try:
+        parts = urllib.parse.urlsplit(url)
+        netloc = parts.netloc
         complete = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)
-    except ValueError:  # a port that is no number
+    except ValueError:  # brackets without an end, a port that is no number
         complete = False
     if not complete:
         raise ValueError(f"lighthouse {url!r} is no address; pass http://HOST:PORT")
     # The managers connect straight to it, so a proxy's answer would say nothing.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://{parts.netloc}/", timeout=timeout) as response:
+        with opener.open(f"http://{netloc}/", timeout=timeout) as response:
             answer = response.read(4096)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)

@@ -39,7 +39,7 @@ __all__ = ["Exit", "Message", "ReplicaFailed", "ReplicaGroups", "attached", "sen
 
 _MESSAGES_FD_ENV = "_TORCHFT_REPLICAS_FD"
 # Enough for a traceback with chained exceptions, little enough to print.
-_LINES_KEPT = 200
+_LINES_KEPT = 80
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,11 @@ class ReplicaFailed(Exception):
         self.exit = end
         code = end.returncode
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-        super().__init__("\n".join([f"group {end.group} rank {end.rank} failed ({how})", *end.output]))
+        lines = list(end.output)
+        # What was logged before the error helps nobody, and may be long.
+        first = next((index for index, line in enumerate(lines) if line.startswith("Traceback")), 0)
+        head = f"group {end.group} rank {end.rank} failed ({how})"
+        super().__init__("\n".join([head, *lines[first:]]))
 
 
 @dataclass

@@ -39,12 +39,6 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     commits = -(-options.steps // options.sync_every)
     arguments = ["-m", "torchft.examples.local_sgd.train", *as_arguments(options)]
-    staging = "on" if options.offload_averaged_parameters_to_cpu else "off"
-    print(
-        f"{options.replicas} replica groups x {options.ranks} ranks on {options.device}, CPU staging "
-        f"{staging}, {options.steps} steps, a synchronization every {options.sync_every}",
-        flush=True,
-    )
     try:
         groups = ReplicaGroups(
             arguments,
@@ -57,6 +51,12 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise _cli.UserError(str(error)) from None
     with groups:
+        staging = "on" if options.offload_averaged_parameters_to_cpu else "off"
+        print(
+            f"{options.replicas} replica groups x {options.ranks} ranks on {options.device}, CPU staging "
+            f"{staging}, {options.steps} steps, a synchronization every {options.sync_every}",
+            flush=True,
+        )
         supervisor = Supervisor(
             groups,
             replicas=options.replicas,
@@ -68,7 +68,12 @@ def main(argv: Sequence[str]) -> int:
         failure = ""
         try:
             supervisor.run()
-        except (ReplicaFailed, GroupLost) as error:
+        except ReplicaFailed as error:
+            if error.exit.returncode == 2:
+                # the user's mistake, found by a rank: its own line says it all
+                raise _cli.UserError(error.exit.output[-1].partition(": ")[2]) from None
+            failure = str(error)
+        except GroupLost as error:
             failure = str(error)
     results = supervisor.results
     problems = [failure] if failure else _problems(results, supervisor.kills_left, options)

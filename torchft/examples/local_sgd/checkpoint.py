@@ -14,8 +14,10 @@ from typing import Any, Optional
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from torchft._cli import UserError
 from torchft.manager import Manager
 
 __all__ = ["Checkpoint"]
@@ -52,19 +54,36 @@ class Checkpoint:
         self._manager = manager
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
 
-    def load(self) -> bool:
-        """Takes over the newest complete checkpoint.
+    def load(self, sync_every: int) -> None:
+        """Takes over the newest complete checkpoint, if there is one.
 
         Call it before entering ``LocalSGD``: preparing the optimizer's state takes an optimizer step.
 
-        Returns:
-            Whether there was one.
+        Args:
+            sync_every: optimizer steps between commits, which must be those of the run that saved.
+
+        Raises:
+            UserError: the checkpoint does not fit the model or ``sync_every``.
         """
         complete = self._complete()
         if not complete:
-            return False
+            return
+        newest = complete[max(complete)]
         state = self._state()
-        dcp.load(state, checkpoint_id=complete[-1], no_dist=not dist.is_initialized())
+        try:
+            dcp.load(state, checkpoint_id=newest, no_dist=not dist.is_initialized())
+        except (CheckpointException, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise UserError(
+                f"--checkpoint: {str(newest)!r} does not fit this model ({reason}); pass the sizes that it "
+                "was saved with, or another folder"
+            ) from None
+        commits = state["manager"]["step"]
+        if not (commits - 1) * sync_every < max(complete) <= commits * sync_every:
+            raise UserError(
+                f"--checkpoint: {str(newest)!r} was saved with another --sync-every than {sync_every}; pass "
+                "that one, or another folder"
+            )
         set_state_dict(
             self._model,
             self._optimizer,
@@ -72,7 +91,6 @@ class Checkpoint:
             optim_state_dict=state["optimizer"],
         )
         self._manager.load_state_dict(state["manager"])
-        return True
 
     def save(self, step: int) -> None:
         """Saves what training has after a commit.
@@ -91,21 +109,23 @@ class Checkpoint:
             # Only a whole checkpoint ever has the name that load() looks for.
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-            for old in self._complete()[:-_KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+            complete = self._complete()
+            for old in sorted(complete)[:-_KEPT]:
+                shutil.rmtree(complete[old], ignore_errors=True)
         _barrier()
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer, "manager": self._manager.state_dict()}
 
-    def _complete(self) -> list[Path]:
+    def _complete(self) -> dict[int, Path]:
+        """Maps the steps of which there is a whole checkpoint to their folders."""
         steps: dict[int, Path] = {}
         for entry in self._folder.glob("step_*"):
             match: Optional[re.Match[str]] = re.fullmatch(r"step_(\d+)", entry.name)
             if match is not None:
                 steps[int(match.group(1))] = entry
-        return [steps[step] for step in sorted(steps)]
+        return steps
 
 
 def _barrier() -> None:

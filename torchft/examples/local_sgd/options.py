@@ -5,6 +5,7 @@ The training options, shared by the launcher and the training loop.
 from __future__ import annotations
 
 import argparse
+import os
 
 from torchft._cli import Parser, UserError, positive_float, positive_int
 
@@ -70,13 +71,13 @@ def add_training_options(parser: Parser) -> None:
 
 
 def check_training_options(options: argparse.Namespace) -> None:
-    """Refuses values that do not fit together, and fills in ``min_replicas``.
+    """Refuses values that do not fit together, fills in ``min_replicas``, and creates the checkpoint folder.
 
     Args:
         options: as parsed.
 
     Raises:
-        UserError: two options contradict each other.
+        UserError: two options contradict each other, or checkpoints can't be written.
     """
     if options.min_replicas is None:
         options.min_replicas = options.replicas
@@ -94,6 +95,15 @@ def check_training_options(options: argparse.Namespace) -> None:
             f"--window-mb {options.window_mb:g} does nothing without CPU staging; leave it or "
             "--no-offload-averaged-parameters-to-cpu out"
         )
+    if options.checkpoint is not None:
+        try:
+            os.makedirs(options.checkpoint, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--checkpoint {options.checkpoint!r} can't be a folder ({error.strerror}); pass another one"
+            ) from None
+        if not os.access(options.checkpoint, os.W_OK | os.X_OK):
+            raise UserError(f"--checkpoint {options.checkpoint!r} can't be written; pass another place")
 
 
 def as_arguments(options: argparse.Namespace) -> list[str]:

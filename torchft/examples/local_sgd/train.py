@@ -107,7 +107,7 @@ def train(options: argparse.Namespace) -> None:
     checkpoint = None
     if options.checkpoint is not None:
         checkpoint = Checkpoint(options.checkpoint, group, model, optimizer, manager)
-        checkpoint.load()
+        checkpoint.load(options.sync_every)
 
     # The Manager counts commits, and a group that heals takes the count over with the weights: so the count,
     # and no step counter of one's own, decides when training is over.
