@@ -1,0 +1,542 @@
+"""The main job: real runs, with faults, checkpoints, signals and mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from torchft import _cli
+from torchft._lighthouse import LighthouseProcess
+from torchft._replicas import ReplicaGroups
+from torchft.examples.local_sgd import __main__ as launcher
+from torchft.examples.local_sgd import train
+from torchft.examples.local_sgd.data import Corpus, read_text
+from torchft.examples.local_sgd.options import add_training_options, as_arguments
+from torchft.examples.local_sgd.supervisor import GroupLost, Supervisor
+
+MODULE = "torchft.examples.local_sgd"
+# A step takes about two milliseconds.
+SMALL = ["--dim", "32", "--layers", "1", "--sequence-length", "32", "--batch-size", "4", "--sync-every", "4"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with text that a small model learns something of."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{n} bottles of beer on the wall, {n} bottles of beer\n" for n in range(4000)))
+    return str(path)
+
+
+class Run:
+    """The launcher as a process; nothing of it may be left when it ends."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", MODULE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            # as in a terminal of its own, so that Ctrl-C goes to this job alone
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def rank(self, group: int) -> psutil.Process:
+        """The process of a group with one rank."""
+        ranks = [p for p in self.children() if p.environ().get("REPLICA_GROUP_ID") == str(group)]
+        assert len(ranks) == 1
+        return ranks[0]
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    def wait_for(self, pattern: str, after: int = 0, seconds: float = 90.0) -> int:
+        """Waits for a line from ``after`` on that matches, and returns the number of the next one."""
+        deadline = time.monotonic() + seconds
+        number = after
+        while True:
+            if number < len(self.lines):
+                number += 1
+                if re.search(pattern, self.lines[number - 1]):
+                    return number
+            else:
+                assert self.process.poll() is None or self._reader.is_alive(), self.output
+                assert time.monotonic() < deadline, f"no {pattern!r} in\n{self.output}"
+                time.sleep(0.01)
+
+    def end(self, timeout: float = 120.0) -> int:
+        code = self.process.wait(timeout)
+        self._reader.join(timeout)
+        return code
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.end()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    with Run(*arguments) as job:
+        assert job.end() == code, job.output
+        return job.output
+
+
+def results(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def gone(processes: list[psutil.Process], seconds: float = 15.0) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_killed_group_heals_and_all_groups_end_equal(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    output = run(
+        *SMALL, "--steps", "120", "--data", text, "--kill-replica-at-step", "30", "--json", str(file)
+    )
+    assert "killing group 1" in output
+    assert "group 1 healed from a peer" in output
+    assert "bit-identical in all 2 groups" in output
+    result = results(file)
+    assert (result["kills"], result["heals"], result["problems"]) == (1, 1, [])
+    assert result["commits"] == 30
+    assert [entry["step"] for entry in result["synchronizations"] if entry["committed"]] == list(
+        range(4, 121, 4)
+    )
+    # the others waited: nothing was committed without the killed group
+    for entry in result["synchronizations"]:
+        assert None not in entry["losses"] or entry["healed"] == [1]
+    assert result["validation_loss"]["after"] < result["validation_loss"]["before"] / 2
+    (digests,) = result["sha256"].values()
+    assert len(digests) == 2
+    # every parameter of this model, in float32
+    dim, length = 32, 32
+    largest = 4 * 256 * dim
+    rest = length * dim + 12 * dim * dim + 5 * dim + 3 * 2 * dim
+    assert result["M_bytes"] == largest
+    assert result["S_bytes"] == 2 * largest + 4 * rest
+
+
+def test_two_ranks_per_group_shard_the_model_and_heal(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    run(
+        *(*SMALL, "--ranks", "2", "--steps", "48", "--data", text, "--kill-replica-at-step", "18"),
+        *("--json", str(file)),
+    )
+    result = results(file)
+    assert (result["kills"], result["heals"], result["commits"]) == (1, 1, 12)
+    assert sorted(result["sha256"]) == ["0", "1"]
+    for digests in result["sha256"].values():
+        assert len(digests) == 2
+        assert len(set(digests)) == 1
+    # each rank has half of every parameter
+    assert result["M_bytes"] == 4 * 256 * 32 // 2
+
+
+@pytest.mark.slow
+def test_with_and_without_staging_the_bits_are_the_same(text: str, tmp_path: Path) -> None:
+    digests = []
+    for option in ("--offload-averaged-parameters-to-cpu", "--no-offload-averaged-parameters-to-cpu"):
+        file = tmp_path / f"{option}.json"
+        run(*SMALL, "--steps", "16", "--data", text, option, "--json", str(file))
+        digests.append(results(file)["sha256"])
+    assert digests[0] == digests[1]
+
+
+BOTH = r"loss +\d\.\d+ +\d\.\d+ +committed"
+FIRST_ALONE = r"loss +\d\.\d+ +- +committed"
+
+
+# The next two tests stop a group rather than kill it: a killed one is back before anybody has to decide.
+
+
+def test_the_others_go_on_without_a_group_where_they_may(text: str) -> None:
+    # The group may be stopped in the middle of an all-reduce, which then has to time out.
+    env = {"TORCHFT_TIMEOUT_SEC": "3"}
+    with Run(*SMALL, "--steps", "100000", "--data", text, "--min-replicas", "1", env=env) as job:
+        job.wait_for(BOTH)
+        job.rank(1).suspend()
+        line = job.wait_for(FIRST_ALONE, after=len(job.lines))
+        line = job.wait_for(FIRST_ALONE, after=line)
+        job.rank(1).resume()
+        line = job.wait_for("group 1 healed from a peer", after=line)
+        job.wait_for(BOTH, after=line)
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_group_by_default(text: str) -> None:
+    with Run(*SMALL, "--steps", "100000", "--data", text) as job:
+        job.wait_for(BOTH)
+        job.rank(1).suspend()
+        # what was under way
+        time.sleep(1.0)
+        before = len(job.lines)
+        # longer than the lighthouse takes to give a group up
+        time.sleep(4.0)
+        assert len(job.lines) == before
+        job.rank(1).resume()
+        job.wait_for(BOTH, after=before)
+
+
+def test_a_group_killed_by_somebody_else_is_started_again(text: str) -> None:
+    with Run(*SMALL, "--steps", "160", "--data", text) as job:
+        job.wait_for("committed")
+        job.rank(0).kill()
+        assert job.end() == 0, job.output
+        assert "group 0 rank 0 was killed by signal 9" in job.output
+        assert "1 killed, 1 healed" in job.output
+
+
+def scripted(code: str) -> list[str]:
+    send = "import json, os, time\ndef send(**fields):\n"
+    send += "    os.write(int(os.environ['_TORCHFT_REPLICAS_FD']), (json.dumps(fields) + '\\n').encode())\n"
+    return ["-c", send + code]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        # group 0 finishes; group 1 reaches step 1, is killed, and finds nobody after its restart
+        (
+            "last = dict(kind='synchronized', step=1, commits=1, loss=1.0, committed=True, healed=False,"
+            " participants=1, milliseconds=1.0)\n"
+            "if os.environ['REPLICA_GROUP_ID'] == '0': send(**last)\n"
+            "else: time.sleep(0.5); send(kind='step', step=1); time.sleep(60)",
+            "group 1 cannot rejoin: the others have finished",
+        ),
+        # group 1 dies, and dies again before it has done anything
+        (
+            "import signal\n"
+            "if os.environ['REPLICA_GROUP_ID'] == '0': time.sleep(60)\n"
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "group 1 died again before it committed anything",
+        ),
+    ],
+)
+def test_a_group_that_cannot_rejoin_is_reported(code: str, words: str) -> None:
+    with ReplicaGroups(scripted(code), replicas=2) as groups:
+        supervisor = Supervisor(groups, replicas=2, ranks=1, steps=2, commits=1, kills=[1])
+        with pytest.raises(GroupLost, match=words):
+            supervisor.run()
+
+
+def test_groups_that_differ_are_found_out() -> None:
+    code = (
+        "group = int(os.environ['REPLICA_GROUP_ID'])\n"
+        "send(kind='begin', step=0, commits=0, total_bytes=8, largest_bytes=4, validation_loss=5.0)\n"
+        "send(kind='finished', digest=str(group), validation_loss=2.0)\n"
+    )
+    with ReplicaGroups(scripted(code), replicas=2) as groups:
+        results = Supervisor(groups, replicas=2, ranks=1, steps=1, commits=1, kills=[]).run()
+    assert results.digests == {0: ["0", "1"]} or results.digests == {0: ["1", "0"]}
+    assert not results.identical
+
+
+def test_checkpoints_survive_a_cold_restart(text: str, tmp_path: Path) -> None:
+    folder, file = tmp_path / "saved", tmp_path / "results.json"
+    common = [*SMALL, "--data", text, "--checkpoint", str(folder), "--json", str(file)]
+    run(*common, "--steps", "12", "--checkpoint-every", "1")
+    first = results(file)
+    # the two newest ones, of each group
+    for group in (0, 1):
+        saved = folder / f"group_{group}"
+        assert sorted(entry.name for entry in saved.iterdir()) == ["step_12", "step_8"]
+        # what a save that was cut short leaves behind: newer, and never read
+        (saved / "step_16.partial").mkdir()
+        (saved / "step_16.partial" / "__0_0.distcp").write_bytes(b"half")
+
+    output = run(*common, "--steps", "24")
+    second = results(file)
+    assert "training starts at step 12" in output
+    assert second["validation_loss"]["before"] == pytest.approx(first["validation_loss"]["after"], abs=1e-6)
+    assert (second["commits"], second["problems"]) == (3, [])
+    # A run that was not interrupted gives the same bits: optimizer state and data went on, too.
+    whole = tmp_path / "whole.json"
+    run(*SMALL, "--data", text, "--steps", "24", "--json", str(whole))
+    assert results(whole)["sha256"] == second["sha256"]
+
+
+@pytest.mark.slow
+def test_checkpoints_that_do_not_fit_are_refused(text: str, tmp_path: Path) -> None:
+    common = [*SMALL, "--data", text, "--checkpoint", str(tmp_path)]
+    run(*common, "--steps", "8")
+    for arguments, words in (
+        (["--dim", "64"], "does not fit this model"),
+        (["--sync-every", "5"], "was saved with another --sync-every than 5"),
+    ):
+        output = run(*common, "--steps", "40", *arguments, code=2)
+        assert words in output.splitlines()[-1]
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "moment"),
+    [
+        (signal.SIGINT, 130, "replica groups x"),
+        (signal.SIGTERM, 143, "committed"),
+        pytest.param(signal.SIGINT, 130, "training starts", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, "committed", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, "replica groups x", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, "killing group", marks=pytest.mark.slow),
+    ],
+)
+def test_signals_stop_everything_within_seconds(
+    text: str, number: signal.Signals, code: int, moment: str
+) -> None:
+    with Run(*SMALL, "--steps", "100000", "--data", text, "--kill-replica-at-step", "400") as job:
+        job.wait_for(moment)
+        children = job.children()
+        begin = time.monotonic()
+        # as a terminal does: to the whole foreground process group
+        os.killpg(job.process.pid, number)
+        assert job.end(timeout=20) == code, job.output
+        assert time.monotonic() - begin < 15
+        assert gone(children)
+        assert "Traceback" not in job.output, job.output
+
+
+def test_a_failing_rank_is_shown_once_and_leaves_nothing(text: str, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    with Run(
+        *(*SMALL, "--steps", "100000", "--data", text, "--ranks", "2", "--checkpoint", str(folder)),
+        *("--checkpoint-every", "1"),
+    ) as job:
+        job.wait_for("committed")
+        children = job.children()
+        # a file system that fails in the middle of training
+        moved = tmp_path / "moved"
+        while True:
+            try:
+                os.rename(folder, moved)
+                folder.write_text("no folder")
+                break
+            except FileExistsError:
+                time.sleep(0.01)
+            except IsADirectoryError:
+                moved = tmp_path / f"{moved.name}_"
+        assert job.end() == 1, job.output
+        assert gone(children)
+    heads = [line for line in job.lines if re.fullmatch(r"group \d rank \d failed \(exit code 1\)", line)]
+    assert len(heads) == 1
+    assert job.output.count("Traceback (most recent call last)") >= 1
+    assert "committed anything" not in job.output
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        code = _cli.run("prog", launcher.main, arguments)
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    assert code == 2, captured
+    assert captured.err.count("\n") == 1
+    assert "training starts" not in captured.out
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--replicas", "0"], "got '0'"),
+        (["--ranks", "-1"], "got '-1'"),
+        (["--steps", "0"], "got '0'"),
+        (["--learning-rate", "nan"], "got 'nan'"),
+        (["--window-mb", "inf"], "got 'inf'"),
+        (["--min-replicas", "3"], "--min-replicas 3 is more than --replicas 2"),
+        (["--dim", "30"], "--dim 30 is no multiple of --heads 4"),
+        (["--device", "warp"], "'warp' is not available here"),
+        (["--device", "cpu", "--process-group", "nccl"], "pass gloo"),
+        (["--lighthouse", "http://localhost:1"], "no lighthouse answers at 'http://localhost:1'"),
+        (["--lighthouse", "nonsense"], "pass http://HOST:PORT"),
+        (["--kill-replica-at-step", "480"], "not before the last step"),
+        (["--kill-replica-at-step", "5", "--replicas", "1"], "needs a peer"),
+        (["--no-offload-averaged-parameters-to-cpu", "--window-mb", "1"], "does nothing without CPU staging"),
+        (["--data", "/no/such/file"], "does not exist"),
+        (["--data", "/dev/zero"], "neither a file nor a folder"),
+        (["--json", "/no/such/folder/file"], "there is no folder"),
+        (["--checkpoint", "/dev/null"], "can't be a folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refused(arguments, capsys)
+
+
+def test_the_environment_names_the_lighthouse_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:2")
+    assert "no lighthouse answers at 'http://localhost:2'" in refused([], capsys)
+
+
+def test_nccl_ranks_that_would_share_a_gpu_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The check is all that is reached, so that machines without a GPU can run it.
+    monkeypatch.setattr(_cli, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "pass --process-group gloo" in refused(["--process-group", "nccl"], capsys)
+
+
+def test_data_without_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "image").write_bytes(b"\x89PNG\0\0\0\0" * 9999)
+    (tmp_path / "short.txt").write_text("short")
+    assert "is empty" in refused(["--data", str(tmp_path / "empty.txt")], capsys)
+    assert "no text" in refused(["--data", str(tmp_path / "image")], capsys)
+    assert "the data has 5 bytes" in refused(["--data", str(tmp_path)], capsys)
+
+
+def test_training_options_reach_the_ranks() -> None:
+    parser = _cli.Parser("prog", "")
+    add_training_options(parser)
+    for arguments in (
+        [],
+        ["--no-offload-averaged-parameters-to-cpu", "--steps", "7", "--data", "a b", "--min-replicas", "1"],
+        ["--window-mb", "0", "--learning-rate", "1e-4", "--checkpoint", "-x"[1:]],
+    ):
+        options = parser.parse_args(arguments)
+        assert parser.parse_args(as_arguments(options)) == options
+
+
+def test_parts_of_the_text_are_disjoint_and_nobody_trains_on_the_held_out_one() -> None:
+    # Each block is one byte repeated, so that a batch shows where it comes from.
+    text = b"".join(bytes([index]) * 100 for index in range(120))
+    corpora = [Corpus(text, part, 2, 16) for part in range(2)]
+    block = len(text) // (20 * 2)
+    assert block == 300
+    seen = [
+        {int(byte) for key in range(300) for byte in corpus.batch(8, (part, key))[0].flatten().unique()}
+        for part, corpus in enumerate(corpora)
+    ]
+    held_out = {int(byte) for inputs, _ in corpora[0].validation(8, 8) for byte in inputs.unique()}
+    assert seen[0].isdisjoint(seen[1])
+    assert held_out == {57, 58, 59, 117, 118, 119}
+    assert held_out.isdisjoint(seen[0] | seen[1])
+
+
+def test_batches_are_decided_by_their_key_and_targets_follow_inputs() -> None:
+    corpus = Corpus(bytes(range(256)) * 100, 0, 1, 16)
+    inputs, targets = corpus.batch(4, (1, 2, 3))
+    assert inputs.shape == targets.shape == (4, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(targets, (inputs + 1) % 256)
+    assert torch.equal(corpus.batch(4, (1, 2, 3))[0], inputs)
+    for other in ((0, 2, 3), (1, 3, 2), (1, 2)):
+        assert not torch.equal(corpus.batch(4, other)[0], inputs)
+
+
+def test_the_standard_library_is_enough_text() -> None:
+    text = read_text(None)
+    assert len(text) > 2_000_000
+    assert text.count(b"import") > 1000
+
+
+def torchruns(lighthouse: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    for group in (0, 1):
+        yield subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", f"{MODULE}.train"),
+                *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "REPLICA_GROUP_ID": str(group),
+                "TORCHFT_LIGHTHOUSE": lighthouse,
+            },
+        )
+
+
+def test_two_torchruns_and_a_lighthouse_train_together(text: str) -> None:
+    with LighthouseProcess(min_replicas=2) as lighthouse:
+        processes = list(torchruns(lighthouse.address, *SMALL, "--steps", "24", "--data", text))
+        try:
+            outputs = [process.communicate(timeout=150)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    digests = []
+    for group, (process, output) in enumerate(zip(processes, outputs)):
+        assert process.returncode == 0, output
+        assert output.count("committed by 2 groups") == 6, output
+        digests += re.findall(rf"group {group} finished, .* parameters sha256 (\w+)", output)
+    assert len(digests) == 2
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({}, "RANK is not set; start this with torchrun"),
+        ({"RANK": "0"}, "REPLICA_GROUP_ID is not set"),
+        ({"RANK": "0", "REPLICA_GROUP_ID": "0"}, "TORCHFT_LIGHTHOUSE is not set"),
+        (
+            {"RANK": "0", "REPLICA_GROUP_ID": "2", "TORCHFT_LIGHTHOUSE": "http://x:1"},
+            "REPLICA_GROUP_ID is '2'",
+        ),
+        (
+            {"RANK": "0", "REPLICA_GROUP_ID": "x", "TORCHFT_LIGHTHOUSE": "http://x:1"},
+            "REPLICA_GROUP_ID is 'x'",
+        ),
+    ],
+)
+def test_train_says_what_its_environment_lacks(
+    env: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("RANK", "REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(name, raising=False)
+    if "RANK" in env:
+        env = {"WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", **env}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert _cli.run("prog", train.main, []) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_fails_the_run(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    output = run(
+        *(*SMALL, "--steps", "8", "--data", text, "--learning-rate", "1e30", "--json", str(file)), code=1
+    )
+    assert "training diverged" in output
+    assert results(file)["validation_loss"]["after"] is None
+    assert math.isfinite(results(file)["validation_loss"]["before"])
