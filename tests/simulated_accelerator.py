@@ -5,12 +5,13 @@ registers a PrivateUse1 device named ``simulated`` with real data: each tensor o
 storage is a numpy array, and a finalizer on that array tells when the storage is freed. Nothing is estimated.
 
 The device is synchronous, so it reports no accelerator to PyTorch: TorchFT's Manager then uses no streams.
-Use one device index per replica group to count each group's bytes on its own.
+Use one device index per replica group to count each group's bytes on its own. Autograd runs on index 0 only.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,19 @@ def device(index: int = 0) -> torch.device:
 def memory(index: int = 0) -> DeviceMemory:
     """Returns the counters of simulated device number ``index``."""
     return _MEMORY.setdefault(index, DeviceMemory())
+
+
+def wait_until_alive(index: int, nbytes: int, seconds: float = 5.0) -> None:
+    """Waits for the Manager's threads to drop their last references after a synchronization.
+
+    Raises:
+        AssertionError: other than ``nbytes`` bytes are still alive after ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while memory(index).alive != nbytes:
+        surplus = memory(index).alive - nbytes
+        assert time.monotonic() < deadline, f"{surplus} bytes stay on the device"
+        time.sleep(0.001)
 
 
 def _free(index: int, nbytes: int) -> None:
@@ -109,9 +123,7 @@ class SimulatedTensor(torch.Tensor):
         return f"SimulatedTensor({self.data_on_device}, device={self.device})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, SimulatedTensor)]
         index = inputs[0].index

@@ -17,9 +17,19 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from torchft import _upstream_local_sgd as _upstream
-from torchft._local_sgd_buffers import ShardLayout, StagingBuffers, local_shard, window_sizes
-from torchft._local_sgd_checks import (
+from torchft._distribution_check import check_distribution
+
+# Before anything of the release is imported: what is installed here may not be one consistent package.
+check_distribution()
+
+from torchft import _upstream_local_sgd as _upstream  # noqa: E402
+from torchft._local_sgd_buffers import (  # noqa: E402
+    ShardLayout,
+    StagingBuffers,
+    local_shard,
+    window_sizes,
+)
+from torchft._local_sgd_checks import (  # noqa: E402
     MIB,
     check_parameters,
     check_quorum_mode,
@@ -27,8 +37,8 @@ from torchft._local_sgd_checks import (
     check_sync_every,
     window_bytes,
 )
-from torchft._upstream_local_sgd import DiLoCo, extract_local_tensor
-from torchft.manager import Manager
+from torchft._upstream_local_sgd import DiLoCo, extract_local_tensor  # noqa: E402
+from torchft.manager import Manager  # noqa: E402
 
 __all__ = ["DiLoCo", "LocalSGD", "extract_local_tensor"]
 
