@@ -183,8 +183,8 @@ FIRST_ALONE = r"loss +\d\.\d+ +- +committed"
 
 def test_the_others_go_on_without_a_group_where_they_may(text: str) -> None:
     # The group may be stopped in the middle of an all-reduce, which then has to time out.
-    env = {"TORCHFT_TIMEOUT_SEC": "3"}
-    with Run(*SMALL, "--steps", "100000", "--data", text, "--min-replicas", "1", env=env) as job:
+    arguments = ["--steps", "100000", "--data", text, "--min-replicas", "1", "--timeout", "2"]
+    with Run(*SMALL, *arguments) as job:
         job.wait_for(BOTH)
         job.rank(1).suspend()
         line = job.wait_for(FIRST_ALONE, after=len(job.lines))
@@ -293,7 +293,7 @@ def test_checkpoints_that_do_not_fit_are_refused(text: str, tmp_path: Path) -> N
     run(*common, "--steps", "8")
     for arguments, words in (
         (["--dim", "64"], "does not fit this model"),
-        (["--sync-every", "5"], "was saved with another --sync-every than 5"),
+        (["--sync-every", "5"], "was saved with --sync-every 4, not 5"),
     ):
         output = run(*common, "--steps", "40", *arguments, code=2)
         assert words in output.splitlines()[-1]

@@ -38,6 +38,7 @@ class Checkpoint:
         model: what is trained.
         optimizer: its optimizer.
         manager: its Manager.
+        sync_every: optimizer steps between commits, which must be those of the run that saved.
     """
 
     def __init__(
@@ -47,20 +48,19 @@ class Checkpoint:
         model: nn.Module,
         optimizer: optim.Optimizer,
         manager: Manager,
+        sync_every: int,
     ) -> None:
         self._folder = Path(folder) / f"group_{group}"
         self._model = model
         self._optimizer = optimizer
         self._manager = manager
+        self._sync_every = sync_every
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
 
-    def load(self, sync_every: int) -> None:
+    def load(self) -> None:
         """Takes over the newest complete checkpoint, if there is one.
 
         Call it before entering ``LocalSGD``: preparing the optimizer's state takes an optimizer step.
-
-        Args:
-            sync_every: optimizer steps between commits, which must be those of the run that saved.
 
         Raises:
             UserError: the checkpoint does not fit the model or ``sync_every``.
@@ -78,11 +78,11 @@ class Checkpoint:
                 f"--checkpoint: {str(newest)!r} does not fit this model ({reason}); pass the sizes that it "
                 "was saved with, or another folder"
             ) from None
-        commits = state["manager"]["step"]
-        if not (commits - 1) * sync_every < max(complete) <= commits * sync_every:
+        # The Manager counts commits; with another interval they would be other steps.
+        if state["sync_every"] != self._sync_every:
             raise UserError(
-                f"--checkpoint: {str(newest)!r} was saved with another --sync-every than {sync_every}; pass "
-                "that one, or another folder"
+                f"--checkpoint: {str(newest)!r} was saved with --sync-every {state['sync_every']}, not "
+                f"{self._sync_every}; pass that one, or another folder"
             )
         set_state_dict(
             self._model,
@@ -116,7 +116,12 @@ class Checkpoint:
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer, "manager": self._manager.state_dict()}
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "manager": self._manager.state_dict(),
+            "sync_every": self._sync_every,
+        }
 
     def _complete(self) -> dict[int, Path]:
         """Maps the steps of which there is a whole checkpoint to their folders."""

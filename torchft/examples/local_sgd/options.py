@@ -43,6 +43,14 @@ def add_training_options(parser: Parser) -> None:
     parser.add_common("--window-mb")
     parser.add_common("--device")
     parser.add_common("--process-group")
+    parser.add_argument(
+        "--timeout",
+        type=positive_float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long an all-reduce may wait for a group that hangs before the synchronization is rejected "
+        "(default: %(default)g)",
+    )
     parser.add_common("--seed")
     parser.add_argument(
         "--data",

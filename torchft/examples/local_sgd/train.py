@@ -41,8 +41,6 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 __all__ = ["main", "train"]
 
 PROG = "python -m torchft.examples.local_sgd.train"
-# A collective with a group that has died is given up, and the synchronization rejected, after this.
-COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 # How long a group waits for the others to arrive at a synchronization. It must outlast the restart of a
 # group that died, since that is what the others are waiting for.
 QUORUM_TIMEOUT = timedelta(minutes=10)
@@ -88,8 +86,9 @@ def train(options: argparse.Namespace) -> None:
     # others must not read it before rank 0 has written the new one.
     if ranks > 1 and rank > 0:
         dist.barrier()
+    timeout = timedelta(seconds=options.timeout)
     manager = Manager(
-        pg=process_group(options.process_group),
+        pg=process_group(options.process_group, timeout),
         state_dict=state_dict,
         load_state_dict=load_state_dict,
         min_replica_size=options.min_replicas,
@@ -97,7 +96,7 @@ def train(options: argparse.Namespace) -> None:
         # 1 / replicas at the first synchronization; all groups must use the same settings.
         use_async_quorum=False,
         init_sync=False,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timeout,
         quorum_timeout=QUORUM_TIMEOUT,
         replica_id=f"group_{group}",
     )
@@ -106,8 +105,8 @@ def train(options: argparse.Namespace) -> None:
 
     checkpoint = None
     if options.checkpoint is not None:
-        checkpoint = Checkpoint(options.checkpoint, group, model, optimizer, manager)
-        checkpoint.load(options.sync_every)
+        checkpoint = Checkpoint(options.checkpoint, group, model, optimizer, manager, options.sync_every)
+        checkpoint.load()
 
     # The Manager counts commits, and a group that heals takes the count over with the weights: so the count,
     # and no step counter of one's own, decides when training is over.
@@ -206,13 +205,14 @@ def shard(model: nn.Module, device: torch.device, ranks: int) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def process_group(name: str) -> ProcessGroup:
+def process_group(name: str, timeout: timedelta) -> ProcessGroup:
     """Makes the process group that the Manager reconfigures as groups come and go.
 
     Args:
         name: ``gloo`` or ``nccl``.
+        timeout: how long a collective may take.
     """
-    return {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}[name](timeout=COLLECTIVE_TIMEOUT)
+    return {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}[name](timeout=timeout)
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
