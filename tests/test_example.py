@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ import pytest
 import torch
 
 from torchft import _cli
-from torchft._lighthouse import LighthouseProcess
 from torchft._replicas import ReplicaGroups
 from torchft.examples.local_sgd import __main__ as launcher
 from torchft.examples.local_sgd import train
@@ -462,36 +463,62 @@ def test_the_standard_library_is_enough_text() -> None:
     assert text.count(b"import") > 1000
 
 
-def torchruns(lighthouse: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    for group in (0, 1):
-        yield subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", f"{MODULE}.train"),
-                *arguments,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "REPLICA_GROUP_ID": str(group),
-                "TORCHFT_LIGHTHOUSE": lighthouse,
-            },
-        )
+def documented(name: str, page: str = "main_job.rst") -> str:
+    """The code block of that name in the documentation."""
+    lines = (Path(__file__).parent.parent / "docs" / "source" / page).read_text().splitlines()
+    first = lines.index(f"   :name: {name}") + 1
+    last = next(n for n in range(first, len(lines)) if lines[n] and not lines[n].startswith("   "))
+    return textwrap.dedent("\n".join(lines[first:last]))
 
 
-def test_two_torchruns_and_a_lighthouse_train_together(text: str) -> None:
-    with LighthouseProcess(min_replicas=2) as lighthouse:
-        processes = list(torchruns(lighthouse.address, *SMALL, "--steps", "24", "--data", text))
-        try:
-            outputs = [process.communicate(timeout=150)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
+def free_port() -> int:
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        return probe.getsockname()[1]
+
+
+def shell(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+        },
+        start_new_session=True,
+    )
+
+
+def test_the_documented_batch_script_is_a_valid_one() -> None:
+    script = documented("slurm")
+    assert script.lstrip().startswith("#!/bin/bash")
+    subprocess.run(["bash", "-n", "-c", script], check=True, timeout=20)
+
+
+def test_the_documented_commands_for_two_machines_work(text: str) -> None:
+    # Both machines are this one: a name and ports of its own instead of the documented ones.
+    port = free_port()
+    commands = [documented("lighthouse")]
+    for name in ("machine-a", "machine-b"):
+        command = documented(name).rstrip() + f" {' '.join(SMALL)} --steps 24 --data {text}"
+        assert "--master-port 29500" in command
+        commands.append(command.replace("--master-port 29500", f"--master-port {free_port()}"))
+    processes = []
+    try:
+        for command in commands:
+            assert "29510" in command
+            processes.append(shell(command.replace("29510", str(port)).replace("machine-a", "localhost")))
+        outputs = [process.communicate(timeout=150)[0] for process in processes[1:]]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(20)
     digests = []
-    for group, (process, output) in enumerate(zip(processes, outputs)):
+    for group, (process, output) in enumerate(zip(processes[1:], outputs)):
         assert process.returncode == 0, output
         assert output.count("committed by 2 groups") == 6, output
         digests += re.findall(rf"group {group} finished, .* parameters sha256 (\w+)", output)

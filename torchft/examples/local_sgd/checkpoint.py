@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchft._cli import UserError
 from torchft.manager import Manager
@@ -71,7 +72,7 @@ class Checkpoint:
         newest = complete[max(complete)]
         state = self._state()
         try:
-            dcp.load(state, checkpoint_id=newest, no_dist=not dist.is_initialized())
+            load(state, checkpoint_id=newest, no_dist=not dist.is_initialized())
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise UserError(
@@ -104,7 +105,7 @@ class Checkpoint:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         _barrier()
-        dcp.save(self._state(), checkpoint_id=partial, no_dist=not dist.is_initialized())
+        save(self._state(), checkpoint_id=partial, no_dist=not dist.is_initialized())
         if self._writes:
             # Only a whole checkpoint ever has the name that load() looks for.
             shutil.rmtree(final, ignore_errors=True)

@@ -6,8 +6,10 @@ group and with a lighthouse that all groups can reach::
 
     torchft_lighthouse --min_replicas 2
     export TORCHFT_LIGHTHOUSE=http://HOST:29510
-    REPLICA_GROUP_ID=0 torchrun --nproc-per-node 2 --master-port 29600 -m torchft.examples.local_sgd.train
-    REPLICA_GROUP_ID=1 torchrun --nproc-per-node 2 --master-port 29601 -m torchft.examples.local_sgd.train
+    export REPLICA_GROUP_ID=0  # 1 for the second group
+    torchrun --nproc-per-node 2 --master-addr $(hostname) -m torchft.examples.local_sgd.train
+
+On one machine the two also need different ports, with ``--master-port``.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch.nn.functional import cross_entropy
 from torchft import _cli
 from torchft.examples.local_sgd.checkpoint import Checkpoint
 from torchft.examples.local_sgd.data import Corpus, read_text
+from torchft.examples.local_sgd.environment import check_environment
 from torchft.examples.local_sgd.model import ByteTransformer
 from torchft.examples.local_sgd.options import add_training_options, check_training_options
 from torchft.examples.local_sgd.progress import Progress
@@ -256,20 +259,8 @@ def main(argv: Sequence[str]) -> int:
     add_training_options(parser)
     options = parser.parse_args(argv)
     check_training_options(options)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise _cli.UserError(f"{name} is not set; start this with torchrun")
-    for name, what in (
-        ("REPLICA_GROUP_ID", f"this group's number, 0 to {options.replicas - 1}"),
-        (_cli.LIGHTHOUSE_ENV, "the lighthouse's address, http://HOST:29510"),
-    ):
-        if not os.environ.get(name):
-            raise _cli.UserError(f"{name} is not set; export it: {what}")
+    check_environment(options.replicas)
     group = os.environ["REPLICA_GROUP_ID"]
-    if not group.isdigit() or int(group) >= options.replicas:
-        raise _cli.UserError(
-            f"REPLICA_GROUP_ID is {group!r}; pass 0 to {options.replicas - 1}, or a larger --replicas"
-        )
     logging.basicConfig(format=f"[group {group} rank {os.environ['RANK']}] %(message)s")
     logging.getLogger("torchft.local_sgd").setLevel(logging.INFO)
     train(options)
