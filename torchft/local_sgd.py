@@ -268,7 +268,17 @@ class LocalSGD(_upstream.LocalSGD):
 
 def _drop_locals(error: BaseException) -> None:
     """Clears the finished frames of ``error``: they hold buffers for as long as somebody holds ``error``."""
-    traceback.clear_frames(error.__traceback__)
+    trace = error.__traceback__
+    traceback.clear_frames(trace)
+    # Frames that called into the traceback and have returned since stay linked to it, with their locals.
+    frame = trace.tb_frame.f_back if trace is not None else None
+    while frame is not None:
+        try:
+            frame.clear()
+        except RuntimeError:
+            # Still running, as are all its callers.
+            return
+        frame = frame.f_back
 
 
 def _log_plan(buffers: StagingBuffers) -> None:
