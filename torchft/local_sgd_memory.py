@@ -242,13 +242,18 @@ class PeakMemory:
 
     @property
     def lowered_bytes(self) -> int:
-        """By how much staging lowers the peak of the run; 0 where it can't help."""
+        """By how much staging lowers the peak of the run; 0 or less where it can't help."""
         return self.run_peak_original - self.run_peak_staged
 
     def __str__(self) -> str:
-        if self.lowered_bytes == 0:
+        if self.sync_peak_original <= self.step_peak:
             verdict = (
                 "The synchronization is not the peak of this run, the step is: staging can't lower the peak."
+            )
+        elif self.lowered_bytes <= 0:
+            verdict = (
+                "The synchronization is the peak of this run, and the window takes as much as all copies: "
+                "staging can't lower the peak."
             )
         elif self.sync_peak_staged >= self.step_peak:
             verdict = "The synchronization is the peak of this run, and staging takes all it saves off it."

@@ -1,0 +1,119 @@
+"""The memory of the real LocalSGD at the size of real models is what the report and its page say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import model_shapes
+import pytest
+import torch
+
+from torchft.local_sgd_memory import staging_memory
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "source" / "memory.rst"
+
+
+@pytest.mark.parametrize("name", model_shapes.PUBLISHED_TOTALS)
+def test_shapes_add_up_to_the_published_totals(name: str) -> None:
+    with torch.device("meta"):
+        model = getattr(model_shapes, name)()
+    total = model_shapes.PUBLISHED_TOTALS[name]
+    assert sum(parameter.numel() for parameter in model.parameters()) == total
+    assert f"{total:,} parameters" in str(staging_memory(model))
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Some rows of the table: unsharded, each model on many ranks, one with a window."""
+    path = tmp_path_factory.mktemp("proof") / "proof.json"
+    cases = [option for number in CASES for option in ("--case", str(number))]
+    # A process of its own, which has the only simulated device and process group that there may be.
+    finished = subprocess.run(
+        [sys.executable, "tests/memory_proof.py", *cases, "--json", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return json.loads(path.read_text())
+
+
+# Of the table: Llama 3 8B unsharded and on 8 ranks, 405B on 512, DeepSeek-V3 on 64, 405B with a window.
+CASES = (0, 1, 9, 11, 13)
+
+
+def test_tracked_memory_is_the_reported_one(proof: list[dict[str, Any]]) -> None:
+    assert len(proof) == len(CASES)
+    for case in proof:
+        original, staged = case["reported_device"]
+        host = case["reported_host"]
+        assert case["original"] == tracked(original, 0), case["row"]
+        assert case["staged"] == tracked(staged, host), case["row"]
+        assert case["rejected"] == tracked(staged, host), case["row"]
+        # The copies that are staged are all of them; what stays on the device is a fraction.
+        assert host == original
+        assert staged < original / 10
+
+
+def tracked(device: int, host: int) -> dict[str, int]:
+    return {"device_peak": device, "host_peak": host, "device_left": 0, "host_left": 0}
+
+
+def test_known_figures(proof: list[dict[str, Any]]) -> None:
+    """By hand: float32, the largest parameter is the token embedding."""
+    by_case = dict(zip(CASES, proof))
+    assert by_case[0]["parameters"] == 8_030_261_248
+    assert by_case[0]["original"]["device_peak"] == 4 * 8_030_261_248
+    assert by_case[0]["staged"]["device_peak"] == 4 * 128_256 * 4096
+    assert by_case[9]["parameters"] == 405_853_388_800
+    # 128,256 rows are 250.5 per rank, 251 on the first; the norms of 16,384 come out even.
+    assert by_case[9]["staged"]["device_peak"] == 4 * 251 * 16_384
+    assert by_case[11]["parameters"] == 671_026_419_200
+    # 4 of 256 experts, of which three tensors hold all: 2048 x 7168 each.
+    assert by_case[11]["staged"]["device_peak"] == 4 * 4 * 2048 * 7168
+    assert 1000 < by_case[13]["staged"]["device_peak"] / 1024**2 <= 1024
+
+
+def blocks(language: str) -> list[str]:
+    pattern = rf"\.\. code-block:: {language}\n\n((?:   .*\n|\n)+)"
+    return [textwrap.dedent(block).strip() for block in re.findall(pattern, PAGE.read_text())]
+
+
+def test_table_of_the_page(proof: list[dict[str, Any]]) -> None:
+    assert "python tests/memory_proof.py" in blocks("bash")
+    (table,) = (block for block in blocks("text") if block.startswith("model "))
+    rows = table.splitlines()
+    assert len(rows) == 1 + 14
+    for number, case in zip(CASES, proof):
+        assert rows[1 + number] == case["row"].rstrip()
+    assert all(row.endswith(" yes") for row in rows[1:])
+
+
+def test_commands_of_the_page() -> None:
+    text = blocks("text")
+    commands = [block for block in blocks("bash") if "torchft.local_sgd_memory" in block]
+    assert commands
+    for command in commands:
+        words = shlex.split(command.replace("\\\n", " "))
+        assert words[0] == "PYTHONPATH=tests"
+        assert words[1:4] == ["python", "-m", "torchft.local_sgd_memory"]
+        finished = subprocess.run(
+            [sys.executable, *words[2:]],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": "tests"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert finished.stderr == ""
+        assert finished.stdout.strip() in text, finished.stdout
