@@ -20,8 +20,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchft import _cli
+from torchft._lighthouse import LighthouseProcess
 from torchft._replicas import ReplicaGroups
 from torchft.examples.local_sgd import __main__ as launcher
 from torchft.examples.local_sgd import train
@@ -524,6 +526,35 @@ def test_the_documented_commands_for_two_machines_work(text: str) -> None:
         digests += re.findall(rf"group {group} finished, .* parameters sha256 (\w+)", output)
     assert len(digests) == 2
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_waits_for_a_peer_dies_at_once(text: str, number: signal.Signals) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with LighthouseProcess(min_replicas=2) as lighthouse:
+        rank = subprocess.Popen(
+            [sys.executable, "-u", "-m", f"{MODULE}.train", *SMALL, "--steps", "4", "--data", text],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={
+                **os.environ,
+                **{"RANK": "0", "WORLD_SIZE": "1", "REPLICA_GROUP_ID": "0", "OMP_NUM_THREADS": "1"},
+                **{"MASTER_ADDR": "localhost", "TORCHFT_LIGHTHOUSE": lighthouse.address},
+                "MASTER_PORT": str(store.port),
+            },
+        )
+        try:
+            assert rank.stdout is not None
+            assert "starts at step 0" in rank.stdout.readline()
+            # four steps take milliseconds: by then it waits in the quorum
+            time.sleep(1.0)
+            assert rank.poll() is None
+            rank.send_signal(number)
+            assert rank.wait(5) == -number
+        finally:
+            rank.kill()
+            rank.communicate()
 
 
 @pytest.mark.parametrize(
