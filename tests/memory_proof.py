@@ -47,7 +47,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 CASES: list[tuple[str, int, Optional[float]]] = [
     ("Llama 3 8B", 1, None),
     *((name, ranks, None) for name in MODELS for ranks in (8, 64, 512)),
-    ("Llama 3.1 405B", 64, 1024),
+    ("Llama 3 8B", 8, 1024),
 ]
 
 

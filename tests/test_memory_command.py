@@ -88,7 +88,7 @@ def test_everything_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run("eight_gib", *options.split(), *times.split(), "--json", str(path), *ROOM) == 0
     out = capsys.readouterr().out
     assert "the window takes as much as all copies: staging can't lower the peak" in out
-    assert "  sync_every 4            500.00 ms  +40.00 %" in out.splitlines()
+    assert "  sync_every 4           500.00 ms  +40.00 %" in out.splitlines()
     result: dict[str, Any] = json.loads(path.read_text())
     assert result["model"] == f"{MODELS}.eight_gib"
     memory = result["staging_memory"]

@@ -174,13 +174,14 @@ class StagingMemory:
             ("  M, the largest", M, self.largest_name),
         ]
         accelerators = [share for share in self.by_device if not share.is_host]
+        rounds = f"in {self.rounds:,} round{'s' * (self.rounds > 1)}"
         for share in accelerators:
             where = "the device" if len(self.by_device) == 1 else share.device
             saved = share.total_bytes - share.window_bytes
             rows += [
                 (f"Memory on {where}, added by a synchronization",),
                 ("  without staging", format_bytes(share.total_bytes), ""),
-                ("  with staging", format_bytes(share.window_bytes), f"in {self.rounds:,} rounds"),
+                ("  with staging", format_bytes(share.window_bytes), rounds),
                 ("  saved", format_bytes(saved), f"{100 * saved / max(1, share.total_bytes):.1f} %"),
             ]
         rows += [
