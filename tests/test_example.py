@@ -426,7 +426,7 @@ def test_training_options_reach_the_ranks() -> None:
     for arguments in (
         [],
         ["--no-offload-averaged-parameters-to-cpu", "--steps", "7", "--data", "a b", "--min-replicas", "1"],
-        ["--window-mb", "0", "--learning-rate", "1e-4", "--checkpoint", "-x"[1:]],
+        ["--window-mb", "0", "--learning-rate", "1e-4", "--checkpoint", "saved"],
     ):
         options = parser.parse_args(arguments)
         assert parser.parse_args(as_arguments(options)) == options
