@@ -133,6 +133,7 @@ def v1(folder: str, limit: str, used: int, cache: int = 0) -> dict[str, str]:
                 "proc/self/cgroup": "0::/../elsewhere",
                 "proc/self/mountinfo": mount("cgroup2", "/sys/fs/cgroup"),
                 **v2("sys/fs/cgroup", str(4 * GIB), GIB),
+                **v2("sys/fs/elsewhere", "1", 0),
             },
             3 * GIB,
             id="a cgroup outside of what is mounted",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -247,9 +248,9 @@ def test_added_time_refuses(times: tuple[float, float, float], every: list[int],
         ({"dtype": torch.float8_e4m3fn}, "has dtype torch.float8_e4m3fn, which has no average"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, object], match: str) -> None:
+def test_bad_arguments(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        staging_memory(meta((4,)), **arguments)  # type: ignore[arg-type]
+        staging_memory(meta((4,)), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_bad_arguments(arguments: dict[str, object], match: str) -> None:
         ),
     ],
 )
-def test_models_that_cannot_be_averaged(model: nn.Module, arguments: dict[str, int], match: str) -> None:
+def test_models_that_cannot_be_averaged(model: nn.Module, arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         staging_memory(model, **arguments)
 
