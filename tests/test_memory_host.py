@@ -130,10 +130,21 @@ def v1(folder: str, limit: str, used: int, cache: int = 0) -> dict[str, str]:
         ),
         pytest.param(
             {
+                "proc/self/cgroup": "4:memory:/kubepods/pod",
+                "proc/self/mountinfo": mount("cgroup", "/sys/fs/cgroup/memory", "rw,memory", "/docker/abc"),
+                **v1("sys/fs/cgroup/memory", str(4 * GIB), GIB),
+                **v1("sys/fs/cgroup/memory/kubepods/pod", "1", 0),
+            },
+            3 * GIB,
+            id="a container's mount, of another path",
+        ),
+        pytest.param(
+            {
                 "proc/self/cgroup": "0::/../elsewhere",
                 "proc/self/mountinfo": mount("cgroup2", "/sys/fs/cgroup"),
                 **v2("sys/fs/cgroup", str(4 * GIB), GIB),
                 **v2("sys/fs/elsewhere", "1", 0),
+                **v2("sys/fs/cgroup/elsewhere", "1", 0),
             },
             3 * GIB,
             id="a cgroup outside of what is mounted",

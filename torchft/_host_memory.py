@@ -7,9 +7,8 @@ Under SLURM, Kubernetes or Docker a process may use a part of the node only, and
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Optional
 
 GIB = 1024**3
@@ -96,11 +95,20 @@ def _memory_cgroups(root: str) -> Iterator[tuple[Path, int]]:
         ):
             continue
         mount_root, mount_point = mount.split(" ")[3:5]
-        inside = posixpath.relpath(paths[version], mount_root)
-        # In a container that shows the host's paths but mounts its own cgroup alone, that mount is it.
-        parts = () if inside == "." or inside.startswith("..") else Path(inside).parts
+        parts = _parts_inside(paths[version], mount_root)
         for depth in range(len(parts), -1, -1):
             yield Path(root, mount_point.lstrip("/"), *parts[:depth]), version
+
+
+def _parts_inside(path: str, mount_root: str) -> tuple[str, ...]:
+    """Returns the way from a mounted cgroup to the one of this process."""
+    try:
+        parts = PurePosixPath(path).relative_to(mount_root).parts
+    except ValueError:
+        # A container that shows the host's paths and mounts its own cgroup alone: that mount is it.
+        return ()
+    # Outside of the cgroup namespace; the nearest that can be seen is the mount.
+    return () if ".." in parts else parts
 
 
 def _left_in_cgroup(folder: Path, version: int) -> Optional[int]:
