@@ -98,8 +98,10 @@ def test_table_of_the_page(proof: list[dict[str, Any]]) -> None:
     assert all(row.endswith(" yes") for row in rows[1:])
 
 
-def test_commands_of_the_page() -> None:
+def test_commands_of_the_page(tmp_path: Path) -> None:
     text = blocks("text")
+    (model,) = (block for block in blocks("python") if "def build" in block)
+    (tmp_path / "my_model.py").write_text(model)
     commands = [block for block in blocks("bash") if "torchft.local_sgd_memory" in block]
     assert commands
     for command in commands:
@@ -109,7 +111,7 @@ def test_commands_of_the_page() -> None:
         finished = subprocess.run(
             [sys.executable, *words[2:]],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": "tests"},
+            env={**os.environ, "PYTHONPATH": f"tests{os.pathsep}{tmp_path}", "LOCAL_WORLD_SIZE": "1"},
             capture_output=True,
             text=True,
             timeout=120,
