@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from averaging_models import Parameters, random_tensor
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -54,7 +54,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
         mesh = mesh["fsdp"]
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 @contextmanager

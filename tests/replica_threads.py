@@ -10,7 +10,7 @@ from typing import Any, Optional, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
@@ -29,6 +29,7 @@ class Replica:
         manager: its Manager; heals into ``model`` if that is set.
         process_group: what the Manager reduces on.
         model: set by the test when a peer may heal from or into it.
+        lighthouse: its address.
         barrier: waits for all groups of the call; raises BrokenBarrierError when one of them has failed.
     """
 
@@ -43,7 +44,10 @@ class Replica:
         manager_args: dict[str, Any],
     ) -> None:
         self.index = index
+        self.lighthouse = lighthouse
         self.process_group = process_group
+        self._same_again = (index, count, lighthouse)
+        self._settings = (barrier, timeout, manager_args)
         self.barrier = barrier
         self.model: nn.Module = nn.Module()
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -57,7 +61,7 @@ class Replica:
         }
         self.manager = Manager(
             pg=process_group,
-            load_state_dict=lambda state: self.model.load_state_dict(state),
+            load_state_dict=self._load_state_dict,
             state_dict=lambda: self.model.state_dict(),
             replica_id=f"group_{index}",
             store_addr="localhost",
@@ -69,8 +73,15 @@ class Replica:
             **{**settings, **manager_args},
         )
 
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)
+
     def close(self) -> None:
         self.manager.shutdown(wait=False)
+
+    def successor(self, process_group: ProcessGroup) -> Replica:
+        """Returns this group as it starts again: a new Manager at step 0. Close both."""
+        return Replica(*self._same_again, process_group, *self._settings)
 
 
 def run_replicas(
@@ -80,6 +91,7 @@ def run_replicas(
     timeout: timedelta = MANAGER_TIMEOUT,
     manager_args: Optional[dict[str, Any]] = None,
     warm_up: bool = True,
+    min_replicas: Optional[int] = None,
 ) -> list[T]:
     """Runs ``body`` in ``count`` replica groups at once.
 
@@ -91,6 +103,7 @@ def run_replicas(
         manager_args: further or other arguments of every Manager.
         warm_up: first let all groups commit one step together. In threads of one process a few percent of
             the first collectives fail while Gloo connects, on the release path, too.
+        min_replicas: groups without which there is no quorum; default: all.
 
     Returns:
         What ``body`` returned, by group.
@@ -98,7 +111,10 @@ def run_replicas(
     Raises:
         BaseException: the first exception of any group.
     """
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=count, join_timeout_ms=1000)
+    needed = count if min_replicas is None else min_replicas
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=needed, join_timeout_ms=1000, heartbeat_timeout_ms=2000
+    )
     barrier = threading.Barrier(count, timeout=60)
     committed = [False] * count
 
@@ -124,7 +140,7 @@ def run_replicas(
                 process_group(),
                 barrier,
                 timeout,
-                manager_args or {},
+                {"min_replica_size": needed, **(manager_args or {})},
             )
             if warm_up:
                 together(replica)

@@ -98,11 +98,11 @@ class SimulatedTensor(torch.Tensor):
 
     Attributes:
         data_on_device: the CPU tensor with the values.
-        index: the number of the device.
+        number: the number of the device.
     """
 
     data_on_device: torch.Tensor
-    index: int
+    number: int
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, index: int) -> SimulatedTensor:
@@ -117,7 +117,7 @@ class SimulatedTensor(torch.Tensor):
 
     def __init__(self, data: torch.Tensor, index: int) -> None:
         self.data_on_device = data
-        self.index = index
+        self.number = index
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SimulatedTensor({self.data_on_device}, device={self.device})"
@@ -126,7 +126,7 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, SimulatedTensor)]
-        index = inputs[0].index
+        index = inputs[0].number
         to_host = False
         if kwargs.get("device") is not None:
             target = torch.device(kwargs["device"])

@@ -54,7 +54,8 @@ class LocalManager:
 def staged(model: nn.Module, manager: Any = None, sync_every: Any = 1, **options: Any) -> LocalSGD:
     # A model without parameters has no optimizer of its own.
     optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(1)], lr=0.1)
-    return LocalSGD(manager or LocalManager(), model, optimizer, sync_every, True, **options)
+    stand_in: Any = manager or LocalManager()
+    return LocalSGD(stand_in, model, optimizer, sync_every, True, **options)
 
 
 def averaged_bits(modes: list[Any]) -> list[list[bytes]]:
@@ -294,7 +295,7 @@ def test_log_lines(commit: bool, caplog: pytest.LogCaptureFixture) -> None:
     first, *rest = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert first == (
         "CPU staging is on: 4 parameters in 2 rounds; cpu: S = 4.0 MiB, M = 1.0 MiB, window 2.0 MiB; "
-        "host memory 4.0 MiB"
+        "host memory 6.0 MiB"
     )
     outcome, end = ("committed", "ms to write back") if commit else ("rejected", "nothing written")
     assert len(rest) == 2

@@ -37,7 +37,7 @@ def test_window_bounds_device_memory(window_mb: float, bytes_in_window: int) -> 
 class NoStage(LocalSGD):
     """Keeps the averages on the device."""
 
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:
+    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         for index, parameter in enumerate(self._model.parameters()):
             slot = buffers.slot(index)
             slot.copy_(local_shard(parameter).detach())
@@ -54,7 +54,7 @@ class DelInsteadOfWindow(LocalSGD):
         return buffers
 
     @torch.no_grad()
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:
+    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         for index, parameter in enumerate(self._model.parameters()):
             averaged = local_shard(parameter).clone()
             self._manager.allreduce(averaged).wait()
@@ -62,7 +62,7 @@ class DelInsteadOfWindow(LocalSGD):
             del averaged
 
     @torch.no_grad()
-    def _write_back(self, buffers: StagingBuffers) -> None:
+    def _write_back(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         for host, parameter in zip(buffers.host, self._model.parameters()):
             parameter.copy_(host)
 
@@ -70,7 +70,7 @@ class DelInsteadOfWindow(LocalSGD):
 class WriteBackBeforeVote(LocalSGD):
     """Does not wait for the vote."""
 
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:
+    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         super()._reduce_and_stage(buffers)
         self._write_back(buffers)
 

@@ -121,6 +121,14 @@ def window_sizes(
     return sizes
 
 
+def host_bytes(layouts: Sequence[ShardLayout], rounds: Sequence[Sequence[Placement]]) -> int:
+    """Returns the bytes that staging takes on the host: all averages, and the window of a CPU device."""
+    windows = window_sizes(layouts, rounds)
+    return sum(layout.nbytes for layout in layouts) + sum(
+        nbytes for device, nbytes in windows.items() if device.type == "cpu"
+    )
+
+
 class StagingBuffers:
     """All memory of one staged synchronization, taken at once when it is constructed.
 

@@ -96,19 +96,30 @@ def check_ready(model: nn.Module, dtensor_names: frozenset[str]) -> None:
 
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     shard = local_shard(parameter)
-    if shard.layout != torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has layout {shard.layout}: LocalSGD averages dense parameters only"
-        )
     if shard.device.type == "meta":
         raise ValueError(
             f"parameter {name!r} is on the meta device and has no values: materialize the model first, with "
             "to_empty() and its initialization"
         )
-    # Averaging divides, and PyTorch has no division for the 8-bit floats.
-    if not shard.dtype.is_floating_point or torch.finfo(shard.dtype).bits < 16:
+    check_averageable(name, shard, shard.dtype)
+
+
+def check_averageable(name: str, shard: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises ValueError for a local shard that can't be averaged, wherever it lies.
+
+    Args:
+        name: the parameter's, for the message.
+        shard: what this rank holds; on the meta device, too.
+        dtype: the element type that it has in training.
+    """
+    if shard.layout != torch.strided:
         raise ValueError(
-            f"parameter {name!r} has dtype {shard.dtype}, which has no average: LocalSGD takes 16, 32 and "
+            f"parameter {name!r} has layout {shard.layout}: LocalSGD averages dense parameters only"
+        )
+    # Averaging divides, and PyTorch has no division for the 8-bit floats.
+    if not dtype.is_floating_point or torch.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"parameter {name!r} has dtype {dtype}, which has no average: LocalSGD takes 16, 32 and "
             "64-bit floating-point parameters; register anything else as a buffer"
         )
     if any(size > 1 and stride == 0 for size, stride in zip(shard.shape, shard.stride())):

@@ -23,10 +23,13 @@ from torchft._distribution_check import check_distribution
 check_distribution()
 
 from torchft import _upstream_local_sgd as _upstream  # noqa: E402
+from torchft._host_memory import host_shortage  # noqa: E402
 from torchft._local_sgd_buffers import (  # noqa: E402
     ShardLayout,
     StagingBuffers,
+    host_bytes,
     local_shard,
+    plan_rounds,
     window_sizes,
 )
 from torchft._local_sgd_checks import (  # noqa: E402
@@ -146,6 +149,7 @@ class LocalSGD(_upstream.LocalSGD):
         self._dtensor_names = frozenset(
             name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
         )
+        self._host_checked = False
         self._plan_logged = False
         # Where a synchronization was left without a known outcome; None as long as none was.
         self._left: Optional[str] = None
@@ -214,6 +218,12 @@ class LocalSGD(_upstream.LocalSGD):
     def _take_memory(self) -> StagingBuffers:
         # Before the first all-reduce, so that running out of memory can't leave a collective unpaired.
         layouts = [ShardLayout.of(parameter) for parameter in self._model.parameters()]
+        if not self._host_checked:
+            self._host_checked = True
+            # While it can still be told: too little host memory ends in the kernel killing the process.
+            shortage = host_shortage(host_bytes(layouts, plan_rounds(layouts, self._window_bytes)))
+            if shortage is not None:
+                logger.warning(shortage)
         buffers = StagingBuffers(layouts, self._window_bytes)
         if not self._plan_logged:
             self._plan_logged = True
@@ -294,5 +304,5 @@ def _log_plan(buffers: StagingBuffers) -> None:
         len(buffers.layouts),
         len(buffers.rounds),
         "; ".join(by_device) or "nothing to average",
-        sum(layout.nbytes for layout in buffers.layouts) / MIB,
+        host_bytes(buffers.layouts, buffers.rounds) / MIB,
     )

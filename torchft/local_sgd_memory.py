@@ -28,8 +28,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchft._host_memory import available_host_memory, local_world_size
-from torchft._local_sgd_buffers import ShardLayout, local_shard, plan_rounds, window_sizes
-from torchft._local_sgd_checks import window_bytes
+from torchft._local_sgd_buffers import ShardLayout, host_bytes, local_shard, plan_rounds, window_sizes
+from torchft._local_sgd_checks import check_averageable, window_bytes
 from torchft._memory_format import format_bytes, table
 
 __all__ = ["AddedTime", "DeviceShare", "PeakMemory", "StagingMemory", "added_time", "staging_memory"]
@@ -386,7 +386,7 @@ def staging_memory(
         device_bytes_original=original,
         device_bytes_staged=staged,
         saved_bytes=original - staged,
-        host_bytes=total + sum(share.window_bytes for share in by_device if share.is_host),
+        host_bytes=host_bytes(layouts, rounds),
         link_bytes_committed=2 * original,
         link_bytes_rejected=original,
         ranks_per_host=local_world_size() if ranks_per_host is None else ranks_per_host,
@@ -405,10 +405,6 @@ def _layout(name: str, parameter: torch.Tensor, shards: int, dtype: Optional[tor
     if is_lazy(parameter):
         raise ValueError(f"parameter {name!r} is not initialized: run one forward pass first")
     shard = local_shard(parameter)
-    if shard.layout != torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has layout {shard.layout}: LocalSGD averages dense parameters only"
-        )
     if shards > 1:
         if shard is not parameter:
             raise ValueError(
@@ -421,15 +417,10 @@ def _layout(name: str, parameter: torch.Tensor, shards: int, dtype: Optional[tor
             )
         # Chunk 0 is never smaller than another one, so the first rank holds the most of every parameter.
         shard = parameter.narrow(0, 0, -(-parameter.shape[0] // shards))
-    layout = ShardLayout.of(shard)
-    if dtype is not None and layout.dtype.is_floating_point:
-        layout = dataclasses.replace(layout, dtype=dtype, nbytes=shard.numel() * dtype.itemsize)
-    if not layout.dtype.is_floating_point or torch.finfo(layout.dtype).bits < 16:
-        raise ValueError(
-            f"parameter {name!r} has dtype {layout.dtype}, which has no average: LocalSGD takes 16, 32 and "
-            "64-bit floating-point parameters; register anything else as a buffer"
-        )
-    return layout
+    if dtype is None or not shard.dtype.is_floating_point:
+        dtype = shard.dtype
+    check_averageable(name, shard, dtype)
+    return dataclasses.replace(ShardLayout.of(shard), dtype=dtype, nbytes=shard.numel() * dtype.itemsize)
 
 
 if __name__ == "__main__":
