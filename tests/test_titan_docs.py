@@ -124,3 +124,17 @@ def test_documented_size_of_llama3_8b() -> None:
     with torch.device("meta"):
         sizes = [parameter.nbytes / MIB / 1024 for parameter in scope["llama3_8b"]().parameters()]
     assert f"S is {sum(sizes):.1f} GiB and M {max(sizes):.2f} GiB" in PAGE.read_text()
+
+
+def test_documented_memory_report(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(only("python", "def llama3_8b():\n    return model_registry"))
+    _, *arguments = shlex.split(only("bash", "local_sgd_memory"))
+    report = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    ).stdout
+    assert report.strip() == only("text", "8,030,261,248").strip()
