@@ -129,7 +129,7 @@ def train(options: argparse.Namespace) -> None:
         optimizer,
         options.sync_every,
         options.offload_averaged_parameters_to_cpu,
-        **({} if options.window_mb is None else {"offload_window_mb": options.window_mb}),
+        offload_window_mb=options.window_mb,
     ) as local_sgd:
         while manager.current_step() < commits:
             commit, healed_at = manager.current_step(), None
