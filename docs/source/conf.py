@@ -7,3 +7,4 @@ html_title = project
 autodoc_typehints = "description"
 # The class docstring says it all; __init__ has none of its own.
 autoclass_content = "class"
+highlight_language = "none"  # what follows a "::" is output
