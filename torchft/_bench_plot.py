@@ -27,19 +27,13 @@ def write_plot(path: str, results: Results) -> None:
 
     for case, position, color in zip(cases, positions, colors):
         times = results.round_times(case, "sync_milliseconds")
-        time.boxplot(
-            times,
-            positions=[position],
-            orientation="horizontal",
-            widths=0.5,
-            showfliers=False,
-            medianprops={"color": color, "linewidth": 2},
-        )
+        summary = results.summary(case)
         time.plot(times, [position] * len(times), "o", color=color, alpha=0.35, markersize=4)
+        time.hlines(position, summary.sync.low, summary.sync.high, color=color, linewidth=10, alpha=0.3)
+        time.plot(summary.sync.median, position, "|", color=color, markersize=22, markeredgewidth=2.5)
         if case != ORIGINAL:
-            ratio = results.summary(case).sync_ratio.median
             time.annotate(
-                f"{ratio:.2f}x",
+                f"{summary.sync_ratio.median:.2f}x",
                 (1, position),
                 xycoords=("axes fraction", "data"),
                 xytext=(-4, 0),
@@ -49,8 +43,8 @@ def write_plot(path: str, results: Results) -> None:
             )
     time.set_yticks(positions, cases)
     # Room for the ratios at the right.
-    time.set_xlim(0, 1.15 * max(max(results.round_times(case, "sync_milliseconds")) for case in cases))
-    time.set_xlabel("milliseconds of a synchronization, ratio to original")
+    time.set_xlim(0, 1.2 * max(max(results.round_times(case, "sync_milliseconds")) for case in cases))
+    time.set_xlabel("milliseconds of a synchronization (bar: quartiles), ratio to original")
 
     extra = [results.summary(case).extra or 0 for case in cases]
     bars = memory.barh(positions, [nbytes / _MIB for nbytes in extra], color=colors, height=0.5)

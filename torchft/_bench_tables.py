@@ -10,16 +10,17 @@ from torchft._bench_results import ORIGINAL, CaseSummary, Results, Spread
 MIB = 1024 * 1024
 
 _COUNTED_NOTES = (
-    "temporaries: MiB. This device has no memory statistics, so these are the tensors given to Manager.allreduce",
-    "  and alive at once, counted in the warm-up. freed: none of them is left after it. reserved: not measurable.",
+    "temporaries: MiB of tensors given to Manager.allreduce and alive at once, counted in the warm-up, since",
+    "  this device has no memory statistics. freed: none is left afterwards. reserved: not measurable here.",
 )
 _STATISTICS_NOTES = (
-    "extra memory: MiB in use on the device at the peak, less what was in use at entry. freed: back at that after",
-    "  it. reserved: MiB that the device's caching allocator held before > after.",
+    "extra memory: MiB in use on the device at the peak, less what was in use at entry. freed: back at that",
+    "  afterwards. reserved: MiB that the device's caching allocator held before > after.",
 )
 _NOTES = (
-    "ms, ratio: median (quartiles), of the slowest group, without its wait for the quorum; ratio pair by pair.",
-    "host buffers: MiB that hold the averages until the vote. resident: MiB by which the process grew until then.",
+    "ms, ratio: median (quartiles) of the slowest group, without its wait for the quorum; ratio pair by pair.",
+    "host buffers: MiB that hold the averages until the vote. resident: MiB by which the process grew until",
+    "  then.",
 )
 
 

@@ -149,6 +149,7 @@ class Supervisor:
             self.results.commits_at_start = fields["commits"]
             at = f" at step {fields['step']}" if fields["step"] else ""
             _print(f"training starts{at}, validation loss {fields['validation_loss']:.3f}")
+            _print("per synchronization: step, loss of each group, outcome of the vote, time it took")
         elif kind == "step":
             self._on_step(message.group, fields["step"])
         elif kind == "synchronized":
