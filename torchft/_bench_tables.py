@@ -18,7 +18,7 @@ _STATISTICS_NOTES = (
     "  afterwards. reserved: MiB that the device's caching allocator held before > after.",
 )
 _NOTES = (
-    "ms, ratio: median (quartiles) of the slowest group, without its wait for the quorum; ratio pair by pair.",
+    "ms, ratio: median (quartiles) of the slowest group, without its wait for the quorum; pair by pair.",
     "host buffers: MiB that hold the averages until the vote. resident: MiB by which the process grew until",
     "  then.",
 )

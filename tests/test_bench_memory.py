@@ -1,0 +1,115 @@
+"""The bench counts what it says: temporaries that are alive at once, and host buffers."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from torchft._bench_buffers import VARIANTS
+from torchft._bench_memory import MemoryProbe
+from torchft._local_sgd_buffers import ShardLayout
+
+KIB = 1024
+
+
+def _probe(count: bool = True) -> MemoryProbe:
+    probe = MemoryProbe(torch.device("cpu"), count=count)
+    probe.enter()
+    return probe
+
+
+def test_counts_storages_that_are_alive_at_once() -> None:
+    probe = _probe()
+    kept = []
+    for _ in range(3):
+        tensor = torch.empty(KIB, dtype=torch.uint8)
+        probe.temporary(tensor)
+        kept.append(tensor)
+    del tensor
+    kept.clear()
+    # after the three are gone: never four at once
+    probe.temporary(torch.empty(KIB, dtype=torch.uint8))
+    probe.leave()
+    assert probe.memory.extra == 3 * KIB
+    assert probe.memory.left == 0
+
+
+def test_views_of_one_window_count_once() -> None:
+    window = torch.empty(8 * KIB, dtype=torch.uint8)
+    probe = _probe()
+    for index in range(8):
+        probe.temporary(window[index * KIB : (index + 1) * KIB].view(torch.float32))
+    assert probe.memory.extra is None
+    del window
+    probe.leave()
+    assert probe.memory.extra == 8 * KIB
+
+
+def test_waits_for_references_that_linger() -> None:
+    held = [torch.empty(KIB, dtype=torch.uint8)]
+    probe = _probe()
+    probe.temporary(held[0])
+
+    def release() -> None:
+        time.sleep(0.05)
+        held.clear()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    probe.leave()
+    thread.join()
+    assert probe.memory.left == 0
+
+
+def test_tells_what_is_left() -> None:
+    leak = torch.empty(KIB, dtype=torch.uint8)
+    probe = _probe()
+    probe.temporary(leak)
+    probe.leave()
+    assert probe.memory.left == KIB
+
+
+def test_counts_nothing_while_timing() -> None:
+    probe = _probe(count=False)
+    probe.temporary(torch.empty(KIB, dtype=torch.uint8))
+    probe.vote()
+    probe.leave()
+    assert probe.memory.extra is None
+    assert probe.memory.left is None
+    assert probe.memory.resident is not None
+
+
+def test_resident_memory_is_what_was_touched() -> None:
+    probe = _probe()
+    touched = torch.ones(64 * KIB * KIB, dtype=torch.uint8)
+    probe.vote()
+    assert probe.memory.resident == pytest.approx(touched.nbytes, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in VARIANTS if "pinned" not in kind])
+def test_host_buffers_have_the_layouts_and_do_not_overlap(kind: str) -> None:
+    parameters = [
+        torch.randn(5, 7).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(3, dtype=torch.float64),
+        torch.randn(9, dtype=torch.bfloat16),
+    ]
+    layouts = [ShardLayout.of(parameter) for parameter in parameters]
+    buffers = VARIANTS[kind]()
+    tensors, nbytes = buffers(layouts)
+    assert nbytes >= sum(parameter.nbytes for parameter in parameters)
+    for tensor, parameter in zip(tensors, parameters):
+        tensor.copy_(parameter)
+    for tensor, parameter in zip(tensors, parameters):
+        assert tensor.stride() == parameter.stride()
+        assert torch.equal(tensor, parameter)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    # LocalSGD clears its list; the buffers that are kept must survive that
+    tensors.clear()
+    again = buffers(layouts)[0]
+    assert len(again) == len(layouts)
+    if kind == "kept":
+        assert [tensor.data_ptr() for tensor in again] == pointers
