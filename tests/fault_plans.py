@@ -280,7 +280,7 @@ class _WatchedLocalSGD(LocalSGD):
             buffers.host = _FailingList(buffers.host, group)
         return buffers
 
-    def _write_back(self, buffers: StagingBuffers) -> None:
+    def _write_back(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         group = self.group
         if group.armed == "interrupt_write_back":
             real = buffers.averaged

@@ -85,7 +85,7 @@ class _WritesBeforeTheVote(LocalSGD):
     """Writes each average as soon as it is there."""
 
     @torch.no_grad()
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:
+    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         for index, parameter in enumerate(self._model.parameters()):
             slot = buffers.slot(index)
             slot.copy_(local_shard(parameter))
