@@ -154,7 +154,7 @@ def main() -> None:
                 build = Mlp if mesh.ndim == 2 else uneven
                 for window in (None, 0):
                     seen = check(build, made, mesh, window)
-                refusal = check_unsharded_is_refused(made, mesh) if ranks == 2 else None
+                refusal = check_unsharded_is_refused(made, mesh) if ranks != 3 else None
                 send(ranks=ranks, refusal=refusal, **seen)
                 # The Manager of rank 0 serves the others' votes.
                 dist.barrier(group=mesh.get_group() if mesh.ndim == 1 else None)

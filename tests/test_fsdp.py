@@ -60,8 +60,9 @@ def test_two_dimensional_mesh_shards_one_dimension_twice(
 
 
 def test_unsharded_parameters_are_refused(seen: dict[tuple[int, int, int], dict[str, Any]]) -> None:
-    for group in (0, 1):
-        for rank in (0, 1):
-            refusal = seen[group, 2, rank]["refusal"]
+    # With tensor parallelism the unsharded parameter is a DTensor as well, on a smaller mesh.
+    for ranks in (2, 4):
+        for group, rank in [(0, 0), (0, 1), (1, 0), (1, ranks - 1)]:
+            refusal = seen[group, ranks, rank]["refusal"]
             assert refusal.startswith("parameter 'up.weight' was a DTensor")
             assert "reshard()" in refusal

@@ -6,6 +6,7 @@ import gc
 import inspect
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any, Optional
 from unittest.mock import create_autospec
 
@@ -428,6 +429,53 @@ def test_held_exception_holds_no_buffers(in_vote: bool) -> None:
     assert manager.windows
     assert all(window() is None for window in manager.windows)
     assert held.value is manager.error
+
+
+@pytest.mark.parametrize("how", ["cause", "context"])
+def test_held_chain_of_exceptions_holds_no_buffers(how: str) -> None:
+    class Wrapping(Interrupting):
+        def allreduce(self, tensor: torch.Tensor) -> Any:
+            try:
+                return super().allreduce(tensor)
+            except ValueError as error:
+                if how == "cause":
+                    raise RuntimeError("wrapped") from error
+                raise RuntimeError("wrapped")  # noqa: B904
+
+    manager = Wrapping(ValueError("injected"))
+    with pytest.raises(RuntimeError, match="wrapped") as held:
+        staged(equal_parameters(1, count=3), manager).sync()
+    gc.collect()
+    assert manager.windows
+    assert all(window() is None for window in manager.windows)
+    assert held.value.__context__ is manager.error
+
+
+def test_dropping_locals_ends_no_suspended_generator() -> None:
+    errors: list[Exception] = []
+
+    def watchdog() -> Iterator[int]:
+        try:
+            raise ValueError("seen by the watchdog")
+        except ValueError as error:
+            errors.append(error)
+        yield 1
+        yield 2
+
+    generator = watchdog()
+    assert next(generator) == 1
+    local_sgd._drop_locals(errors[0])
+    assert next(generator) == 2
+
+
+def test_staging_off_asks_no_more_of_the_model_than_the_release() -> None:
+    class OnlyParameters:
+        def parameters(self) -> list[torch.Tensor]:
+            return []
+
+    model: Any = OnlyParameters()
+    manager: Any = LocalManager()
+    LocalSGD(manager, model, torch.optim.SGD([torch.zeros(1)]), 1).sync()
 
 
 class FailingProcessGroup(ProcessGroupGloo):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Optional
 
 import torch
@@ -42,7 +43,7 @@ def window_bytes(offload_window_mb: Optional[float], offload: bool) -> Optional[
 
 def check_sync_every(sync_every: int) -> None:
     """Raises ValueError unless ``sync_every`` is a whole number of optimizer steps, 1 or more."""
-    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
+    if isinstance(sync_every, bool) or not isinstance(sync_every, numbers.Integral) or sync_every < 1:
         raise ValueError(
             f"sync_every must be a whole number of optimizer steps, 1 or more, got {sync_every!r}"
         )
@@ -68,13 +69,23 @@ def check_parameters(model: nn.Module) -> None:
             _check_parameter(name, parameter)
 
 
-def check_ready(model: nn.Module, dtensor_names: frozenset[str]) -> None:
+def mesh_dimensions(model: nn.Module) -> dict[str, int]:
+    """Returns the number of mesh dimensions of every parameter that is a DTensor, by name."""
+    return {
+        name: parameter.device_mesh.ndim
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+
+
+def check_ready(model: nn.Module, dimensions: dict[str, int]) -> None:
     """Checks the parameters at the moment of a synchronization.
 
     Args:
         model: the module that is synchronized.
-        dtensor_names: the parameters that must be DTensors. FSDP2 swaps a plain tensor in while a module is
-            unsharded; an average written into that one vanishes when the module is resharded.
+        dimensions: the mesh dimensions that each DTensor has while it is sharded. While a module is
+            unsharded FSDP2 swaps another parameter in, a plain tensor, or with tensor parallelism a DTensor
+            on a smaller mesh; an average written into that one vanishes when the module is resharded.
 
     Raises:
         ValueError: a parameter is uninitialized, unsharded, or one that :func:`check_parameters` refuses.
@@ -85,7 +96,8 @@ def check_ready(model: nn.Module, dtensor_names: frozenset[str]) -> None:
                 f"parameter {name!r} is not initialized: run one forward pass before the first "
                 "synchronization"
             )
-        if name in dtensor_names and not isinstance(parameter, DTensor):
+        ndim = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+        if ndim < dimensions.get(name, 0):
             raise ValueError(
                 f"parameter {name!r} was a DTensor when LocalSGD was made and is unsharded now, so its "
                 "average would be lost: call reshard() on its FSDP module before the synchronization, or "

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from types import FrameType
 from typing import Any, Optional
 
 import torch
@@ -38,6 +39,7 @@ from torchft._local_sgd_checks import (  # noqa: E402
     check_quorum_mode,
     check_ready,
     check_sync_every,
+    mesh_dimensions,
     window_bytes,
 )
 from torchft._upstream_local_sgd import DiLoCo, extract_local_tensor  # noqa: E402
@@ -61,6 +63,10 @@ def _copy_local_tensor_to_parameter(parameter: torch.Tensor, local_tensor: torch
         local_tensor: the new value of this rank's shard, on the host or on the parameter's device.
     """
     if isinstance(parameter, DTensor):
+        if local_shard(parameter).device.type != parameter.device_mesh.device_type:
+            # Offloaded by FSDP2: from_local would take device memory for a tensor that belongs on the host.
+            local_shard(parameter.detach()).copy_(local_tensor)
+            return
         local_tensor = DTensor.from_local(
             local_tensor,
             parameter.device_mesh,
@@ -146,9 +152,7 @@ class LocalSGD(_upstream.LocalSGD):
             check_sync_every(sync_every)
             check_quorum_mode(manager)
             check_parameters(model)
-        self._dtensor_names = frozenset(
-            name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
-        )
+            self._mesh_dimensions = mesh_dimensions(model)
         self._host_checked = False
         self._plan_logged = False
         # Where a synchronization was left without a known outcome; None as long as none was.
@@ -169,7 +173,9 @@ class LocalSGD(_upstream.LocalSGD):
                     "collectives with new ones or spread half-written parameters. End this process and "
                     "start it again, so that it heals from a peer"
                 )
-            check_ready(self._model, self._dtensor_names)
+            check_ready(self._model, self._mesh_dimensions)
+            # Parameters may have been unsharded when this object was made.
+            self._mesh_dimensions.update(mesh_dimensions(self._model))
         super().sync()
 
     def _perform_sync(self) -> None:
@@ -278,17 +284,34 @@ class LocalSGD(_upstream.LocalSGD):
 
 def _drop_locals(error: BaseException) -> None:
     """Clears the finished frames of ``error``: they hold buffers for as long as somebody holds ``error``."""
-    trace = error.__traceback__
-    traceback.clear_frames(trace)
-    # Frames that called into the traceback and have returned since stay linked to it, with their locals.
-    frame = trace.tb_frame.f_back if trace is not None else None
-    while frame is not None:
-        try:
-            frame.clear()
-        except RuntimeError:
-            # Still running, as are all its callers.
-            return
-        frame = frame.f_back
+    chain: list[BaseException] = []
+    pending: list[Optional[BaseException]] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and link not in chain:
+            chain.append(link)
+            pending += [link.__cause__, link.__context__]
+    for link in chain:
+        trace = link.__traceback__
+        # Frames that called into the traceback and have returned since stay linked to it, with their locals.
+        frame = trace.tb_frame.f_back if trace is not None else None
+        while frame is not None and _clear(frame):
+            frame = frame.f_back
+        while trace is not None:
+            _clear(trace.tb_frame)
+            trace = trace.tb_next
+
+
+def _clear(frame: FrameType) -> bool:
+    """Clears the locals of a frame; returns False if it is still running, as all its callers are then."""
+    if frame.f_code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+        # It may be suspended, a user's watchdog say, and clearing would end it.
+        return True
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _log_plan(buffers: StagingBuffers) -> None:
