@@ -23,12 +23,9 @@ def _probe(count: bool = True) -> MemoryProbe:
 
 def test_counts_storages_that_are_alive_at_once() -> None:
     probe = _probe()
-    kept = []
-    for _ in range(3):
-        tensor = torch.empty(KIB, dtype=torch.uint8)
-        probe.temporary(tensor)
-        kept.append(tensor)
-    del tensor
+    kept = [torch.empty(KIB, dtype=torch.uint8) for _ in range(3)]
+    for index in range(3):
+        probe.temporary(kept[index])
     kept.clear()
     # after the three are gone: never four at once
     probe.temporary(torch.empty(KIB, dtype=torch.uint8))

@@ -54,12 +54,17 @@ class ObservedManager(Manager):
 
     probe: Optional[MemoryProbe] = None
 
-    def allreduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # The Manager's methods are wrapped to be traced, which hides from the checker that they are functions.
+    def allreduce(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.probe is not None:
             self.probe.temporary(tensor)
         return super().allreduce(tensor, *args, **kwargs)
 
-    def should_commit(self, *args: Any, **kwargs: Any) -> bool:
+    def should_commit(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, *args: Any, **kwargs: Any
+    ) -> bool:
         if self.probe is not None:
             self.probe.vote()
         return super().should_commit(*args, **kwargs)

@@ -100,10 +100,12 @@ def build(name: str, device: torch.device, seed: int) -> tuple[nn.Module, StepFn
     """
     torch.manual_seed(seed)
     if name in _SHAPES:
-        model: Any = _Parameters(_SHAPES[name]()).to(device)
-        return model, _quadratic(model)
+        own = _Parameters(_SHAPES[name]()).to(device)
+        return own, _quadratic(own)
     with _as_user_error(f"--model {name}"):
         built = _find(name)()
+    model: Any
+    step_fn: Any
     try:
         model, step_fn = built
     except (TypeError, ValueError):
