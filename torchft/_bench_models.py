@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Callable
+from typing import Any, Callable, cast
 
 import torch
 from torch import nn
@@ -117,7 +117,7 @@ def build(name: str, device: torch.device, seed: int) -> tuple[nn.Module, StepFn
         )
     if not any(True for _ in model.parameters()):
         raise UserError(f"--model {name} has no parameters, so there is nothing to average")
-    return model.to(device), step_fn
+    return model.to(device), cast(StepFn, step_fn)
 
 
 def _find(name: str) -> Callable[[], Any]:
