@@ -25,7 +25,8 @@ KIB = 1024
 
 
 def environment() -> dict[str, str]:
-    env = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     env.pop("TORCHFT_LIGHTHOUSE", None)
     return env
 
