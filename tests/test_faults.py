@@ -29,6 +29,9 @@ PLANS = int(os.environ.get("FAULT_PLANS", "40"))
 WORKERS = 4
 SECONDS_PER_PLAN = 120
 
+# Minutes of time-outs; and under load the count of threads can still differ from the release path's.
+pytestmark = pytest.mark.slow
+
 
 def _carry_out(seeds: list[int]) -> list[dict[str, Any]]:
     """Runs the plans of ``seeds`` in a process of their own; Gloo may abort it."""
