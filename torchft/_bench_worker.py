@@ -8,9 +8,10 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 from torch import nn
@@ -188,7 +189,7 @@ class _Case:
                 loss.backward()
                 _synchronize(self._device)
                 seconds += time.perf_counter() - begin
-                losses.append(float(loss))
+                losses.append(float(loss.detach()))
                 norms.append(_gradient_norm(self.model))
                 begin = time.perf_counter()
                 self._optimizer.step()
@@ -344,5 +345,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _run() -> NoReturn:
+    try:
+        code = _cli.run(PROG, main)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The Manager's threads still run. One that comes back from C++ while the interpreter is being finalized
+    # is unwound there, which now and then aborts the process.
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(_cli.run(PROG, main))
+    _run()

@@ -34,9 +34,11 @@ __all__ = ["main"]
 PROG = "python -m torchft.local_sgd_bench"
 # A synchronization gives up before; this only ends a bench that hangs elsewhere. seconds
 _SILENCE = 600
-# What changes how memory is allocated and cores are used, and so the results.
+# What changes how memory is allocated and cores are used, and so the results. Of a path the name will do.
 _ENVIRONMENT = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ENVIRONMENT_PREFIXES = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+# A result is made to be published: paths and addresses of this machine are nobody's business.
+_UNPUBLISHED = ("from_json", "json", "lighthouse", "plot")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -138,7 +140,7 @@ def _check_plot(path: str) -> None:
 def _measure(options: argparse.Namespace) -> Results:
     results = Results(
         machine=_machine(),
-        options={name: value for name, value in sorted(vars(options).items()) if name != "from_json"},
+        options={name: value for name, value in sorted(vars(options).items()) if name not in _UNPUBLISHED},
         cases=case_names(options),
     )
     try:
@@ -241,7 +243,7 @@ def _machine() -> dict[str, Any]:
         "processor": _processor(),
         # Above 0 somebody else was at work when the bench began.
         "load_average": os.getloadavg()[0],
-        "environment": {name: os.environ[name] for name in names},
+        "environment": {name: os.path.basename(os.environ[name]) for name in names},
     }
 
 
