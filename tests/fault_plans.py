@@ -11,7 +11,6 @@ average can be foretold bit for bit.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import gc
 import json
 import logging
@@ -56,6 +55,10 @@ SHAPES = ((3, 4), (5,), (), (2, 3, 4, 5), (64,), (7, 2))
 SHORT = timedelta(seconds=2)
 LONG = timedelta(seconds=30)
 TRIES = 3
+# A peer's rejection may come before the fault; then the next synchronization has it.
+FAULT_ROUNDS = 5
+# For a group that was late for a quorum.
+LATE_ROUNDS = 3
 # For what other threads let go of. seconds
 PATIENCE = 20.0
 
@@ -234,15 +237,15 @@ def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
-def check_records(records: dict[int, Record], use_async_quorum: bool) -> None:
-    """Checks the invariant on one synchronization of all groups that took part."""
-    for group, record in records.items():
+def check_records(records: Sequence[tuple[int, Record]], use_async_quorum: bool) -> None:
+    """Checks the invariant on all synchronizations of a plan, given with the number of the group."""
+    for group, record in records:
         if record.lost:
             continue
         if not record.committed:
             require(_same(record.after, record.reference), f"group {group} did not commit, and changed")
             continue
-        peers = [r for r in records.values() if r.voted and r.key == record.key]
+        peers = [r for _, r in records if r.voted and r.key == record.key]
         sources = [r for r in peers if r.participating]
         require(
             len(sources) == record.participants,
@@ -468,92 +471,130 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-class _Round:
-    """What the groups tell each other about one round."""
+class _Board:
+    """What the groups of a plan tell each other.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.records: list[dict[int, Record]] = []
+    Attributes:
+        records: of all synchronizations so far, with the number of the group.
+        clean: those that began after the fault.
+        fired: whether the fault has happened.
+        joins: set when a group is to join.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int, Record]] = []
+        self.clean: list[tuple[int, Record]] = []
         self.fired = False
         self.joins = threading.Event()
 
-    def put(self, number: int, group: int, record: Record) -> None:
-        while len(self.records) <= number:
-            self.records.append({})
-        self.records[number][group] = record
+    def common(self, groups: int) -> Optional[list[Record]]:
+        """Returns the records of a clean synchronization that all groups have committed, if there is one."""
+        for key in {record.key for _, record in self.clean}:
+            records = {group: r for group, r in self.clean if r.key == key and r.committed and not r.lost}
+            if len(records) == groups:
+                return list(records.values())
+        return None
 
 
-def _play(group: Group, board: _Round, staged: bool) -> None:
-    """The part of one group: rounds until the fault has fired, then rounds until all commit together."""
-    plan, barrier = group.plan, group.replica.barrier
-    joiner = plan.kind == "joins" and group.index == plan.faulty
-    # The fault of "joins" happens to the joiner; one of the others says when.
-    witness = (plan.faulty + 1) % plan.groups if plan.kind == "joins" else plan.faulty
-    group.on_fault = board.joins.set
-    clean, number = 0, 0
-    joining = joiner
-    joiner_thread = concurrent.futures.ThreadPoolExecutor(1)
-    first: Optional[concurrent.futures.Future[Record]] = None
-    while True:
-        meet = number * 2
-        group.arm(plan.kind if group.index == witness and not board.fired else "")
-        if not board.fired:
+class _Player:
+    """Carries out the part of one group: rounds until the fault has fired, then until all commit together."""
+
+    def __init__(self, group: Group, board: _Board, staged: bool) -> None:
+        self.group = group
+        self.board = board
+        self.staged = staged
+        self.plan = group.plan
+        joins = self.plan.kind == "joins"
+        self._joining = joins and group.index == self.plan.faulty
+        # The fault of "joins" happens to the joiner; one of the others says when.
+        witness = (self.plan.faulty + 1) % self.plan.groups if joins else self.plan.faulty
+        self._is_witness = group.index == witness
+        group.on_fault = board.joins.set
+        # Where some groups are a quorum, a group whose request comes late is left out and waits for the next
+        # quorum, in a thread of its own: the others must not wait for it.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1) if joins else None
+        self._pending: Optional[concurrent.futures.Future[Record]] = None
+        self._pending_is_clean = False
+
+    def play(self) -> None:
+        try:
+            self._rounds()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _rounds(self) -> None:
+        plan, board, barrier = self.plan, self.board, self.group.replica.barrier
+        clean = 0
+        for number in range(FAULT_ROUNDS + TRIES + LATE_ROUNDS):
+            fired_before = board.fired
+            self._arm(fired_before)
+            barrier.wait()
+            record = self._synchronize(number, fired_before)
+            board.fired = board.fired or self.group.fired
+            barrier.wait()
+            if record is not None:
+                self._look_after(record)
+            common = board.common(plan.groups)
+            if common is not None:
+                if self.staged:
+                    check_records(board.records, plan.use_async_quorum)
+                    average = common[0].after
+                    require(all(_same(r.after, average) for r in common), "the groups differ")
+                return
+            require(board.fired or number < FAULT_ROUNDS, "the fault did not fire")
+            clean += fired_before
+            if clean == TRIES + (LATE_ROUNDS if plan.kind == "joins" else 0):
+                break
+        if self.staged:
+            check_records(board.records, plan.use_async_quorum)
+            raise BrokenInvariant(f"no common commit in {TRIES} clean synchronizations")
+
+    def _arm(self, fired: bool) -> None:
+        group = self.group
+        group.arm(self.plan.kind if self._is_witness and not fired else "")
+        if not fired:
+            # The peers of a failing group need not wait for long, either.
             group.process_group.patience = SHORT
             group.manager._timeout = SHORT
-        barrier.wait()
-        record = None
-        if joining:
-            joining = False
-            group.replica.close()
-            require(board.joins.wait(60), "nobody came to the point at which the group was to join")
-            group.start_again()
-            group.arm("")
-            # It asks for a quorum while the others are inside their synchronization, and waits for their
-            # next one.
-            first = joiner_thread.submit(group.synchronize)
-            time.sleep(1)
-        elif first is not None:
-            with contextlib.suppress(concurrent.futures.TimeoutError):
-                record = first.result(timeout=15)
-                first = None
-        else:
-            group.model.train_alone(plan.seed, number, group.index)
+
+    def _synchronize(self, number: int, clean: bool) -> Optional[Record]:
+        """Returns the record of a synchronization that has ended in this round, if there is one."""
+        group, board = self.group, self.board
+        if self._pending is None:
+            if self._joining:
+                self._joining = False
+                group.replica.close()
+                require(board.joins.wait(60), "nobody came to the point at which the group was to join")
+                group.start_again()
+                group.arm("")
+            else:
+                group.model.train_alone(self.plan.seed, number, group.index)
+            self._pending_is_clean = clean
+        if self._thread is None:
             record = group.synchronize()
-        if record is not None:
-            board.put(meet, group.index, record)
-        if group.fired:
-            board.fired = True
-        barrier.wait()
-        records = board.records[meet]
-        if staged:
-            check_records(records, plan.use_async_quorum)
-            if record is not None and record.lost and plan.kind != "leaves":
-                group.check_refuses()
-        if record is not None and record.lost:
-            group.start_again()
-        if staged and first is None:
-            group.check_memory()
-        everyone = len(records) == plan.groups and all(r.committed and not r.lost for r in records.values())
-        together = everyone and len({r.key for r in records.values()}) == 1
-        was_clean = board.fired and clean > 0
-        number += 1
-        if was_clean and together:
-            if staged:
-                average = records[0].after
-                require(all(_same(r.after, average) for r in records.values()), "the groups differ")
-            return
-        if board.fired:
-            require(not staged or clean < TRIES, f"no common commit in {TRIES} clean synchronizations")
-            clean += 1
         else:
-            require(number < 5, "the fault did not fire")
-        if clean > TRIES + 2:
-            return
+            if self._pending is None:
+                self._pending = self._thread.submit(group.synchronize)
+            concurrent.futures.wait([self._pending], timeout=SHORT.total_seconds() * 2)
+            if not self._pending.done():
+                return None
+            record, self._pending = self._pending.result(), None
+        board.records.append((group.index, record))
+        if self._pending_is_clean:
+            board.clean.append((group.index, record))
+        return record
+
+    def _look_after(self, record: Record) -> None:
+        if self.staged and record.lost and self.plan.kind != "leaves":
+            self.group.check_refuses()
+        if record.lost:
+            self.group.start_again()
+        if self.staged:
+            self.group.check_memory()
 
 
-def run_plan(
-    plan: Plan, staged: bool = True, local_sgd: type[LocalSGD] = LocalSGD
-) -> list[dict[int, Record]]:
+def run_plan(plan: Plan, staged: bool = True, local_sgd: type[LocalSGD] = LocalSGD) -> None:
     """Carries ``plan`` out and checks everything that it promises.
 
     Args:
@@ -561,20 +602,17 @@ def run_plan(
         staged: with CPU staging; without it nothing is checked.
         local_sgd: the class under test.
 
-    Returns:
-        The records of all rounds, by group.
-
     Raises:
         BrokenInvariant: a promise is broken, or the fault did not fire.
     """
     gc.collect()
     watched = type("Watched", (_WatchedLocalSGD, local_sgd), {})
-    board = _Round(plan)
+    board = _Board()
 
     def body(replica: Replica) -> None:
         group = Group(replica, plan, staged, watched)
         try:
-            _play(group, board, staged)
+            _Player(group, board, staged).play()
         finally:
             group.replica.close()
 
@@ -587,7 +625,6 @@ def run_plan(
         min_replicas=plan.groups - 1 if plan.kind == "joins" else plan.groups,
     )
     require(board.fired, "the fault did not fire")
-    return board.records
 
 
 def without_staging(plan: Plan) -> Plan:
@@ -598,14 +635,17 @@ def without_staging(plan: Plan) -> Plan:
 
 def check_threads(plan: Plan) -> None:
     """Carries ``plan`` out on both paths: the staged one may leave no more threads than the release."""
-    before = threading.active_count()
+    # By identity: what earlier plans left may end at any time.
+    before = set(threading.enumerate())
     run_plan(without_staging(plan), staged=False)
-    release = threading.active_count() - before
-    before = threading.active_count()
+    release = len(set(threading.enumerate()) - before)
+    before = set(threading.enumerate())
     run_plan(plan)
-    _wait_until(lambda: threading.active_count() - before <= release)
-    left = threading.active_count() - before
-    require(left <= release, f"{left} threads stay, {release} after the same plan without staging")
+    _wait_until(lambda: len(set(threading.enumerate()) - before) <= release)
+    left = [thread.name for thread in set(threading.enumerate()) - before]
+    require(
+        len(left) <= release, f"threads {left} stay, {release} of them after the same plan without staging"
+    )
 
 
 def main(seeds: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -112,17 +113,28 @@ def run_replicas(
         BaseException: the first exception of any group.
     """
     needed = count if min_replicas is None else min_replicas
+    # It runs from the request of the first group in a quorum: one that waits to join, for longer than this,
+    # makes the next quorum close without whoever is a moment later. Groups that are gone are known earlier.
+    join_timeout_ms = 1000 if needed == count else 30_000
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=needed, join_timeout_ms=1000, heartbeat_timeout_ms=2000
+        bind="[::]:0", min_replicas=needed, join_timeout_ms=join_timeout_ms, heartbeat_timeout_ms=2000
     )
     barrier = threading.Barrier(count, timeout=60)
     committed = [False] * count
 
     def together(replica: Replica) -> None:
         for _ in range(5):
-            replica.manager.start_quorum()
-            replica.manager.allreduce(torch.ones(1)).wait()
-            committed[replica.index] = replica.manager.should_commit()
+            if needed < count:
+                # Until the lighthouse has heard of all, some groups would be a quorum without the rest.
+                barrier.wait()
+                time.sleep(0.5)
+            try:
+                replica.manager.start_quorum()
+            except TimeoutError:
+                committed[replica.index] = False
+            else:
+                replica.manager.allreduce(torch.ones(1)).wait()
+                committed[replica.index] = replica.manager.should_commit()
             barrier.wait()
             everyone = all(committed)
             barrier.wait()
