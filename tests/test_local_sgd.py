@@ -39,6 +39,9 @@ class LocalManager:
     def start_quorum(self) -> None:
         self.quorums += 1
 
+    def wait_quorum(self) -> None:
+        pass
+
     def allreduce(self, tensor: torch.Tensor) -> Any:
         return _DummyWork(tensor)
 

@@ -49,6 +49,8 @@ __all__ = ["DiLoCo", "LocalSGD", "extract_local_tensor"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
+_IN_QUORUM = "in its quorum, perhaps half healed"
+
 
 def __getattr__(name: str) -> Any:
     # Whatever else the release's module holds, private names included, stays reachable from here.
@@ -176,7 +178,15 @@ class LocalSGD(_upstream.LocalSGD):
             check_ready(self._model, self._mesh_dimensions)
             # Parameters may have been unsharded when this object was made.
             self._mesh_dimensions.update(mesh_dimensions(self._model))
-        super().sync()
+            # An exception while a peer's state is taken over leaves it half loaded, with the peer's step.
+            self._left = _IN_QUORUM
+        try:
+            super().sync()
+        except Exception:
+            # A quorum that never came about has changed nothing.
+            if self._left == _IN_QUORUM and getattr(self._manager, "_healing", None) is not True:
+                self._left = None
+            raise
 
     def _perform_sync(self) -> None:
         if self._offload_averaged_parameters_to_cpu:
@@ -268,6 +278,9 @@ class LocalSGD(_upstream.LocalSGD):
         """
         self._manager.report_error(error)
         try:
+            # A vote before an asynchronous quorum is complete would drop the state that heals this group and
+            # keep its step.
+            self._manager.wait_quorum()
             self._manager.should_commit()
         except Exception:
             logger.exception("the vote against a failed synchronization failed as well")
