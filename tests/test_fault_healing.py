@@ -68,6 +68,7 @@ def heal_and_fail(arm: Callable[[Model, OutOfMemoryOnce], None], use_async_quoru
                     model.first.fill_(STALE)
                     model.second.fill_(STALE)
                 arm(model, mine)
+            refused = False
             for _ in range(3):
                 refused = False
                 try:
