@@ -14,9 +14,9 @@ from torchft import _upstream_local_sgd, local_sgd
 SEEDED = "import sys, unittest, torch; torch.manual_seed(0); unittest.main(module=None, argv=sys.argv)"
 
 
-# Three replica groups under a quorum of two: now and then one group is left without a partner until its quorum
-# times out. 2 of 14 runs of these twelve cases failed with the unmodified release, 4 of 14 with this package, and
-# DiLoCo here is the release's own class (asserted below).
+# Three replica groups under a quorum of two: now and then one group is left without a partner until its
+# quorum times out. 2 of 14 runs of these twelve cases failed with the unmodified release, 4 of 14 with this
+# package, and DiLoCo here is the release's own class (asserted below).
 RACES_IN_THE_RELEASE = "test_streaming_diloco_upscale"
 
 
