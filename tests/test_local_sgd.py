@@ -13,10 +13,15 @@ from unittest.mock import create_autospec
 import pytest
 import simulated_accelerator as sim
 import torch
+import torch.distributed as dist
 from averaging_models import Parameters, bits, equal_parameters, odd_parameters, random_tensor
 from properties import make, synchronize_until_commit
 from replica_threads import Replica, run_replicas
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft import _upstream_local_sgd, local_sgd
 from torchft.local_sgd import LocalSGD
@@ -204,6 +209,39 @@ def test_healing_in_the_vote_may_replace_parameters() -> None:
     local.sync()
     assert all(a is not b for a, b in zip(model.parameters(), old))
     assert bits(model) == averages
+
+
+def test_offloaded_shards_take_no_device_memory_in_write_back() -> None:
+    """FSDP2's CPU offload keeps the shards of an accelerator's mesh on the host."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        mesh = DeviceMesh(sim.NAME, [0])
+
+        def offloaded(seed: int) -> DTensor:
+            # As FSDP2 makes them: from_local would move the shard to the device of the mesh.
+            shard = random_tensor(seed, 1000)
+            meta = TensorMeta(shard.shape, shard.stride(), shard.dtype)
+            return DTensor(shard, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=True)  # pyright: ignore[reportCallIssue]
+
+        model = Parameters(offloaded(seed) for seed in range(3))
+        shards = [shard for p in model.parameters() if isinstance(p, DTensor) for shard in [p.to_local()]]
+        assert len(shards) == 3
+        assert all(shard.device.type == "cpu" for shard in shards)
+
+        class Doubling(LocalManager):
+            def allreduce(self, tensor: torch.Tensor) -> Any:
+                return _DummyWork(tensor.mul_(2))
+
+        gc.collect()
+        memory = sim.memory(0)
+        memory.reset_peak()
+        entry = memory.alive
+        staged(model, Doubling()).sync()
+        assert memory.peak == entry
+        for seed, shard in enumerate(shards):
+            assert torch.equal(shard, 2 * random_tensor(seed, 1000))
+    finally:
+        dist.destroy_process_group()
 
 
 # What is refused

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -338,25 +335,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _cli.Parser(PROG, "A replica group of the bench; the bench starts it.")
     add_worker_options(parser)
-    # Python's own exit would wait for the Manager's threads, which may be waiting for a lost peer.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
     measure(parser.parse_args(argv))
     return 0
 
 
-def _run() -> NoReturn:
-    try:
-        code = _cli.run(PROG, main)
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The Manager's threads still run. One that comes back from C++ while the interpreter is being finalized
-    # is unwound there, which now and then aborts the process.
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _run()
+    _cli.run_rank(PROG, main)

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Callable, NoReturn, Optional
@@ -265,6 +266,55 @@ def run(prog: str, main: Callable[[Sequence[str]], int], argv: Optional[Sequence
         return 141
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def run_rank(prog: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Runs the program of a rank, which has a Manager, and ends this process.
+
+    Args:
+        prog: the command as the user types it, for messages.
+        main: takes the arguments of this process and returns the exit code, 0 or 1.
+    """
+
+    def main_with_default_signals(argv: Sequence[str]) -> int:
+        # A rank has nothing to clean up, and Python's own way out would wait for the Manager's threads, which
+        # may be waiting for a lost peer.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        return main(argv)
+
+    try:
+        code = run(prog, main_with_default_signals)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The Manager's threads still run. One that comes back from C++ while the interpreter is being finalized
+    # is unwound there, which now and then aborts the process.
+    os._exit(code)
+
+
+def check_nccl(process_group: str, device: torch.device, processes: int) -> None:
+    """Checks that NCCL, if it is asked for, can connect the processes.
+
+    Args:
+        process_group: the value of ``--process-group``.
+        device: where the parameters are going to be.
+        processes: ranks of all replica groups on this machine.
+
+    Raises:
+        UserError: no CUDA, or fewer GPUs than processes.
+    """
+    if process_group != "nccl":
+        return
+    if device.type != "cuda":
+        raise UserError(f"--process-group nccl needs CUDA, and the device is {device.type}; pass gloo")
+    if processes > torch.cuda.device_count():
+        raise UserError(
+            f"--process-group nccl: {processes} ranks would share {torch.cuda.device_count()} GPUs, and NCCL "
+            "refuses two ranks on one GPU; pass --process-group gloo"
+        )
 
 
 def _one_line(text: str) -> str:

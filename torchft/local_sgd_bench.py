@@ -114,18 +114,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     check_model(options.model)
     device = _cli.resolve_device(options.device)
     options.device = device.type
-    if device.type != "cuda":
-        if options.process_group == "nccl":
-            raise _cli.UserError(
-                f"--process-group nccl needs CUDA, and the device is {device.type}; pass gloo"
-            )
-        if any("pinned" in kind for kind in options.host_buffers):
-            raise _cli.UserError(f"pinned host buffers need CUDA, and the device is {device.type}")
-    elif options.process_group == "nccl" and options.replicas > torch.cuda.device_count():
-        raise _cli.UserError(
-            f"--process-group nccl: {options.replicas} groups would share {torch.cuda.device_count()} GPUs, "
-            "and NCCL refuses two ranks on one GPU; pass gloo"
-        )
+    _cli.check_nccl(options.process_group, device, options.replicas)
+    if device.type != "cuda" and any("pinned" in kind for kind in options.host_buffers):
+        raise _cli.UserError(f"pinned host buffers need CUDA, and the device is {device.type}")
     options.lighthouse = _cli.resolve_lighthouse(options.lighthouse)
     return options
 

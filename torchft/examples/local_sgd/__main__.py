@@ -13,8 +13,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from torchft import _cli
 from torchft._replicas import ReplicaFailed, ReplicaGroups
 from torchft.examples.local_sgd.data import Corpus, read_text
@@ -120,23 +118,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise _cli.UserError("--kill-replica-at-step needs a peer to heal from; pass --replicas 2 or more")
     device = _cli.resolve_device(options.device)
     options.device = device.type
-    if options.process_group == "nccl":
-        _check_nccl(device, options.replicas * options.ranks)
+    _cli.check_nccl(options.process_group, device, options.replicas * options.ranks)
     # The same checks as in every rank, here first: one line instead of one per rank.
     text = read_text(options.data)
     Corpus(text, 0, options.replicas * options.ranks, options.sequence_length)
     options.lighthouse = _cli.resolve_lighthouse(options.lighthouse)
     return options
-
-
-def _check_nccl(device: torch.device, processes: int) -> None:
-    if device.type != "cuda":
-        raise _cli.UserError(f"--process-group nccl needs CUDA, and the device is {device.type}; pass gloo")
-    if processes > torch.cuda.device_count():
-        raise _cli.UserError(
-            f"--process-group nccl: {processes} ranks would share {torch.cuda.device_count()} GPUs, and NCCL "
-            "refuses two ranks on one GPU; pass --process-group gloo"
-        )
 
 
 class _Echo:

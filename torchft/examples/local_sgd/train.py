@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -262,10 +260,6 @@ def main(argv: Sequence[str]) -> int:
     check_training_options(options)
     check_environment(options.replicas)
     group = os.environ["REPLICA_GROUP_ID"]
-    # A rank has nothing to clean up, and Python's own exit would wait for the Manager's threads, which may be
-    # waiting for a lost peer.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
     logging.basicConfig(format=f"[group {group} rank {os.environ['RANK']}] %(message)s")
     logging.getLogger("torchft.local_sgd").setLevel(logging.INFO)
     train(options)
@@ -273,4 +267,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_cli.run(PROG, main))
+    _cli.run_rank(PROG, main)
