@@ -336,8 +336,8 @@ def test_log_lines(commit: bool, caplog: pytest.LogCaptureFixture) -> None:
     local.sync()
     first, *rest = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert first == (
-        "CPU staging is on: 4 parameters in 2 rounds; cpu: S = 4.0 MiB, M = 1.0 MiB, window 2.0 MiB; "
-        "host memory 6.0 MiB"
+        "CPU staging is on: 4 parameters in 2 rounds; cpu: S = 4.00 MiB, M = 1.00 MiB, window 2.00 MiB; "
+        "host memory 6.00 MiB"
     )
     outcome, end = ("committed", "ms to write back") if commit else ("rejected", "nothing written")
     assert len(rest) == 2

@@ -7,7 +7,7 @@ import numbers
 from typing import Optional
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -47,6 +47,19 @@ def check_sync_every(sync_every: int) -> None:
         raise ValueError(
             f"sync_every must be a whole number of optimizer steps, 1 or more, got {sync_every!r}"
         )
+
+
+def check_step_hooks(optimizer: optim.Optimizer) -> None:
+    """Raises ValueError for an optimizer, or a wrapper of one, that can't call LocalSGD at its steps."""
+    try:
+        # Having the methods says little: wrappers inherit them without the state that they work on.
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+        optimizer.register_step_post_hook(lambda *_: None).remove()
+    except AttributeError as error:
+        raise ValueError(
+            f"optimizer of type {type(optimizer).__name__} has no step hooks ({error}), so no step would "
+            "synchronize: pass the torch.optim.Optimizer that it wraps"
+        ) from error
 
 
 def check_quorum_mode(manager: Manager) -> None:

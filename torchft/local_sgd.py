@@ -34,14 +34,15 @@ from torchft._local_sgd_buffers import (  # noqa: E402
     window_sizes,
 )
 from torchft._local_sgd_checks import (  # noqa: E402
-    MIB,
     check_parameters,
     check_quorum_mode,
     check_ready,
+    check_step_hooks,
     check_sync_every,
     mesh_dimensions,
     window_bytes,
 )
+from torchft._memory_format import format_bytes  # noqa: E402
 from torchft._upstream_local_sgd import DiLoCo, extract_local_tensor  # noqa: E402
 from torchft.manager import Manager  # noqa: E402
 
@@ -129,8 +130,9 @@ class LocalSGD(_upstream.LocalSGD):
             own size.
 
     Raises:
-        ValueError: for a ``sync_every`` or window that can't be used, for the quorum settings above, and
-            for parameters that can't be averaged (dtype, device, layout); all of it with staging only.
+        ValueError: for a ``sync_every`` or window that can't be used, for an optimizer without step hooks,
+            for the quorum settings above, and for parameters that can't be averaged (dtype, device, layout);
+            all of it with staging only.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class LocalSGD(_upstream.LocalSGD):
         self._window_bytes = window_bytes(offload_window_mb, offload_averaged_parameters_to_cpu)
         if offload_averaged_parameters_to_cpu:
             check_sync_every(sync_every)
+            check_step_hooks(optimizer)
             check_quorum_mode(manager)
             check_parameters(model)
             self._mesh_dimensions = mesh_dimensions(model)
@@ -332,13 +335,13 @@ def _log_plan(buffers: StagingBuffers) -> None:
     for device, window in window_sizes(buffers.layouts, buffers.rounds).items():
         sizes = [layout.nbytes for layout in buffers.layouts if layout.device == device]
         by_device.append(
-            f"{device}: S = {sum(sizes) / MIB:.1f} MiB, M = {max(sizes) / MIB:.1f} MiB, "
-            f"window {window / MIB:.1f} MiB"
+            f"{device}: S = {format_bytes(sum(sizes))}, M = {format_bytes(max(sizes))}, "
+            f"window {format_bytes(window)}"
         )
     logger.info(
-        "CPU staging is on: %d parameters in %d rounds; %s; host memory %.1f MiB",
+        "CPU staging is on: %d parameters in %d rounds; %s; host memory %s",
         len(buffers.layouts),
         len(buffers.rounds),
         "; ".join(by_device) or "nothing to average",
-        host_bytes(buffers.layouts, buffers.rounds) / MIB,
+        format_bytes(host_bytes(buffers.layouts, buffers.rounds)),
     )
