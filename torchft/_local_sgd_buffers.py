@@ -52,10 +52,14 @@ class ShardLayout:
     def of(cls, parameter: torch.Tensor) -> ShardLayout:
         """Returns the layout of the local shard of ``parameter``; allocates nothing."""
         shard = local_shard(parameter)
-        like_shard = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device="meta")
+        stride = shard.stride()
+        # clone() keeps the strides of a contiguous one; to ask nevertheless costs most of what planning does.
+        if not shard.is_contiguous():
+            like_shard = torch.empty_strided(shard.shape, stride, dtype=shard.dtype, device="meta")
+            stride = torch.empty_like(like_shard).stride()
         return cls(
             shape=tuple(shard.shape),
-            stride=torch.empty_like(like_shard).stride(),
+            stride=stride,
             dtype=shard.dtype,
             device=shard.device,
             nbytes=shard.numel() * shard.element_size(),
