@@ -3,34 +3,68 @@
 from __future__ import annotations
 
 import importlib
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from torchft._bench_results import Results
-from torchft._bench_tables import report
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 MEASURED = sorted((CHECKOUT / "benchmarks").glob("*.json"))
 
 
-@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
-def test_tables_are_made_from_the_measurements(path: Path) -> None:
-    results = Results.read(str(path))
-    assert report(results) + "\n" == path.with_suffix(".txt").read_text(), (
-        f"run python -m torchft.local_sgd_bench --from-json benchmarks/{path.name} "
-        f"> benchmarks/{path.stem}.txt"
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the documented command makes of the measurements."""
+    folder = tmp_path_factory.mktemp("figures")
+    subprocess.run(
+        ["make", "-s", "-C", "docs", "figures"]
+        + [f"PYTHON={sys.executable}", f"TABLES={folder}", f"PICTURES={folder}"],
+        cwd=CHECKOUT,
+        check=True,
+        timeout=200,
     )
+    return folder
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_tables_are_made_from_the_measurements(path: Path, figures: Path) -> None:
+    made = (figures / f"{path.stem}.txt").read_text()
+    assert made == path.with_suffix(".txt").read_text(), "run make -C docs figures"
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_measurements_are_sound(path: Path) -> None:
+    results = Results.read(str(path))
     assert not results.problems()
     assert results.pairs >= 20
 
 
-def test_the_page_shows_a_table_of_both_models() -> None:
-    assert {Results.read(str(path)).options["model"] for path in MEASURED} >= {"rfc", "many"}
-    page = (CHECKOUT / "docs" / "source" / "bench.rst").read_text()
-    for name in ("cpu-rfc", "cpu-many"):
-        assert f"literalinclude:: ../../benchmarks/{name}.txt" in page
+def test_all_pictures_are_made_anew(figures: Path) -> None:
+    """Each picture of the pages is one that the command makes, in the size in which it is committed."""
+    pages = "".join(page.read_text() for page in (CHECKOUT / "docs" / "source").glob("*.rst"))
+    shown = set(re.findall(r"\.\. image:: (\S+)", pages))
+    assert shown == {path.name for path in figures.glob("*.png")}
+    for name in shown:
+        # Width and height; the rest depends on fonts and on the version of matplotlib.
+        assert _size(figures / name) == _size(CHECKOUT / "docs" / "source" / name)
+
+
+def _size(png: Path) -> bytes:
+    data = png.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    return data[16:24]
+
+
+def test_readme_quotes_the_measurements() -> None:
+    results = Results.read(str(CHECKOUT / "benchmarks" / "cpu-rfc.json"))
+    staged, window = (results.summary(case).sync_ratio.median for case in ("staged", "window 0"))
+    readme = " ".join((CHECKOUT / "README.md").read_text().split())
+    assert f"takes {staged:.2f} times as long, and {window:.2f} times with `offload_window_mb=0`" in readme
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def write_plot(path: str, title: str, report: StagingMemory, peak: Optional[Peak
     axes.axvline(count, color="black", linestyle=":", linewidth=1)
     axes.annotate(
         "commit vote",
-        (count, 0.02),
+        (count, 0.3),
         xycoords=("data", "axes fraction"),
         xytext=(4, 0),
         textcoords="offset points",

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Measures CPU staging on the CPUs of this machine, about ten minutes on two cores with nothing else to do:
+#
+#     bash benchmarks/cpu.sh
+#
+# Writes benchmarks/cpu-*.json; `make -C docs figures` makes the tables and pictures of them. PYTHON is the interpreter
+# with the installed package (default: python).
+set -euo pipefail
+cd "$(dirname "$0")"
+python=${PYTHON:-python}
+
+bench() {
+  "$python" -m torchft.local_sgd_bench --device cpu --json "$@" > /dev/null
+}
+
+bench cpu-rfc.json --model rfc --pairs 30 --window-mb 0 --window-mb 155
+bench cpu-many.json --model many --pairs 30 --window-mb 0 --window-mb 8
+bench cpu-rfc-buffers.json --model rfc --window-mb 0 --host-buffers kept --host-buffers huge-pages
+THP_MEM_ALLOC_ENABLE=1 bench cpu-rfc-thp.json --model rfc --window-mb 0 --host-buffers kept
