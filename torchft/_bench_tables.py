@@ -99,7 +99,15 @@ def _synchronization(results: Results, summaries: Sequence[CaseSummary]) -> list
                 _mib(summary.resident),
             ]
         )
-    return [*_align(rows, "lrrrrrrr"), *(_COUNTED_NOTES if counted else _STATISTICS_NOTES), *_NOTES]
+    if all(summary.reserved is None for summary in summaries):
+        # The note says why; a column of nothing would only make the table wide.
+        reserved_column = rows[0].index("reserved")
+        rows = [row[:reserved_column] + row[reserved_column + 1 :] for row in rows]
+    return [
+        *_align(rows, "l" + "r" * (len(rows[0]) - 1)),
+        *(_COUNTED_NOTES if counted else _STATISTICS_NOTES),
+        *_NOTES,
+    ]
 
 
 def _count(number: int, what: str) -> str:

@@ -8,3 +8,7 @@ autodoc_typehints = "description"
 # The class docstring says it all; __init__ has none of its own.
 autoclass_content = "class"
 highlight_language = "none"  # what follows a "::" is output
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_show_copyright = False
+mermaid_fullscreen = False
