@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from docs_blocks import block, check_shown, commands
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchft import _cli
@@ -114,6 +114,13 @@ def run(*arguments: str, code: int = 0) -> str:
         return job.output
 
 
+def options_of(command: str) -> list[str]:
+    """Those of a documented command, which runs the launcher."""
+    python, m, module, *rest = command.split()
+    assert (python, m, module) == ("python", "-m", MODULE)
+    return rest
+
+
 def results(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
@@ -125,17 +132,22 @@ def gone(processes: list[psutil.Process], seconds: float = 15.0) -> bool:
 
 def test_a_killed_group_heals_and_all_groups_end_equal(text: str, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    output = run(
-        *SMALL, "--steps", "120", "--data", text, "--kill-replica-at-step", "30", "--json", str(file)
-    )
-    assert "killing group 1" in output
+    command = block("main_job.rst", "local_sgd --kill-replica-at-step 100")
+    sizes = [*SMALL, "--sync-every", "8", "--steps", "120"]
+    output = run(*options_of(command), *sizes, "--data", text, "--json", str(file))
     assert "group 1 healed from a peer" in output
-    assert "bit-identical in all 2 groups" in output
+    # The page shows what happens around the killing, and what a run without it prints.
+    check_shown(block("main_job.rst", "killing group 1 (SIGKILL)"), output)
+    assert command.startswith(block("main_job.rst", "python -m torchft.examples.local_sgd").rstrip())
+    check_shown(block("main_job.rst", "step     16/480"), output)
+    check_shown(block("main_job.rst", "bit-identical in all 2 groups"), output)
+    # The README's command is this one, after the installation.
+    assert block("README.md", "--kill-replica-at-step").endswith(f" && .venv/bin/{command}")
     result = results(file)
     assert (result["kills"], result["heals"], result["problems"]) == (1, 1, [])
-    assert result["commits"] == 30
+    assert result["commits"] == 15
     assert [entry["step"] for entry in result["synchronizations"] if entry["committed"]] == list(
-        range(4, 121, 4)
+        range(8, 121, 8)
     )
     # the others waited: nothing was committed without the killed group
     for entry in result["synchronizations"]:
@@ -266,27 +278,31 @@ def test_groups_that_differ_are_found_out() -> None:
     assert not results.identical
 
 
-def test_checkpoints_survive_a_cold_restart(text: str, tmp_path: Path) -> None:
+def test_checkpoints_survive_a_cold_restart(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, file = tmp_path / "saved", tmp_path / "results.json"
-    common = [*SMALL, "--data", text, "--checkpoint", str(folder), "--json", str(file)]
-    run(*common, "--steps", "12", "--checkpoint-every", "1")
+    monkeypatch.chdir(tmp_path)
+    begin, go_on = map(options_of, commands(block("main_job.rst", "--checkpoint saved --steps 240")))
+    common = [*SMALL, "--sync-every", "16", "--data", text, "--json", str(file)]
+    run(*begin, *common)
     first = results(file)
     # the two newest ones, of each group
     for group in (0, 1):
         saved = folder / f"group_{group}"
-        assert sorted(entry.name for entry in saved.iterdir()) == ["step_12", "step_8"]
+        assert sorted(entry.name for entry in saved.iterdir()) == ["step_160", "step_240"]
         # what a save that was cut short leaves behind: newer, and never read
-        (saved / "step_16.partial").mkdir()
-        (saved / "step_16.partial" / "__0_0.distcp").write_bytes(b"half")
+        (saved / "step_256.partial").mkdir()
+        (saved / "step_256.partial" / "__0_0.distcp").write_bytes(b"half")
 
-    output = run(*common, "--steps", "24")
+    output = run(*go_on, *common)
     second = results(file)
-    assert "training starts at step 12" in output
+    assert "training starts at step 240" in output
     assert second["validation_loss"]["before"] == pytest.approx(first["validation_loss"]["after"], abs=1e-6)
-    assert (second["commits"], second["problems"]) == (3, [])
+    assert (second["commits"], second["problems"]) == (15, [])
     # A run that was not interrupted gives the same bits: optimizer state and data went on, too.
     whole = tmp_path / "whole.json"
-    run(*SMALL, "--data", text, "--steps", "24", "--json", str(whole))
+    run(*common, "--steps", "480", "--json", str(whole))
     assert results(whole)["sha256"] == second["sha256"]
 
 
@@ -465,14 +481,6 @@ def test_the_standard_library_is_enough_text() -> None:
     assert text.count(b"import") > 1000
 
 
-def documented(name: str, page: str = "main_job.rst") -> str:
-    """The code block of that name in the documentation."""
-    lines = (Path(__file__).parent.parent / "docs" / "source" / page).read_text().splitlines()
-    first = lines.index(f"   :name: {name}") + 1
-    last = next(n for n in range(first, len(lines)) if lines[n] and not lines[n].startswith("   "))
-    return textwrap.dedent("\n".join(lines[first:last]))
-
-
 def free_port() -> int:
     with socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::", 0))
@@ -494,18 +502,12 @@ def shell(script: str) -> subprocess.Popen[str]:
     )
 
 
-def test_the_documented_batch_script_is_a_valid_one() -> None:
-    script = documented("slurm")
-    assert script.lstrip().startswith("#!/bin/bash")
-    subprocess.run(["bash", "-n", "-c", script], check=True, timeout=20)
-
-
 def test_the_documented_commands_for_two_machines_work(text: str) -> None:
     # Both machines are this one: a name and ports of its own instead of the documented ones.
     port = free_port()
-    commands = [documented("lighthouse")]
-    for name in ("machine-a", "machine-b"):
-        command = documented(name).rstrip() + f" {' '.join(SMALL)} --steps 24 --data {text}"
+    commands = [block("main_job.rst", "torchft_lighthouse --min_replicas 2")]
+    for group in (block("main_job.rst", "REPLICA_GROUP_ID=0"), block("main_job.rst", "REPLICA_GROUP_ID=1")):
+        command = group.rstrip() + f" {' '.join(SMALL)} --steps 24 --data {text}"
         assert "--master-port 29500" in command
         commands.append(command.replace("--master-port 29500", f"--master-port {free_port()}"))
     processes = []

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import model_shapes
 import pytest
 import torch
+from docs_blocks import ROOT, block
 
 from torchft.local_sgd_memory import staging_memory
-
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "source" / "memory.rst"
 
 
 @pytest.mark.parametrize("name", model_shapes.PUBLISHED_TOTALS)
@@ -36,9 +32,11 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Some rows of the table: unsharded, each model on many ranks, one with a window."""
     path = tmp_path_factory.mktemp("proof") / "proof.json"
     cases = [option for number in CASES for option in ("--case", str(number))]
+    python, program = block("memory.rst", "memory_proof.py").split()
+    assert python == "python"
     # A process of its own, which has the only simulated device and process group that there may be.
     finished = subprocess.run(
-        [sys.executable, "tests/memory_proof.py", *cases, "--json", str(path)],
+        [sys.executable, program, *cases, "--json", str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -83,15 +81,8 @@ def test_known_figures(proof: list[dict[str, Any]]) -> None:
     assert 1000 < by_case[13]["staged"]["device_peak"] / 1024**2 <= 1024
 
 
-def blocks(language: str) -> list[str]:
-    pattern = rf"\.\. code-block:: {language}\n\n((?:   .*\n|\n)+)"
-    return [textwrap.dedent(block).strip() for block in re.findall(pattern, PAGE.read_text())]
-
-
 def test_table_of_the_page(proof: list[dict[str, Any]]) -> None:
-    assert "python tests/memory_proof.py" in blocks("bash")
-    (table,) = (block for block in blocks("text") if block.startswith("model "))
-    rows = table.splitlines()
+    rows = block("memory.rst", "as reported").splitlines()
     assert len(rows) == 1 + 14
     for number, case in zip(CASES, proof):
         assert rows[1 + number] == case["row"].rstrip()
@@ -99,12 +90,17 @@ def test_table_of_the_page(proof: list[dict[str, Any]]) -> None:
 
 
 def test_commands_of_the_page(tmp_path: Path) -> None:
-    text = blocks("text")
-    (model,) = (block for block in blocks("python") if "def build" in block)
-    (tmp_path / "my_model.py").write_text(model)
-    commands = [block for block in blocks("bash") if "torchft.local_sgd_memory" in block]
-    assert commands
-    for command in commands:
+    (tmp_path / "my_model.py").write_text(block("memory.rst", "def build"))
+    reports = [
+        (
+            block("memory.rst", "--shards 16 --ranks-per-host 8 --host-memory 1TiB\n"),
+            block("memory.rst", "in 723 rounds"),
+        ),
+        (block("memory.rst", "--sync-time"), block("memory.rst", "in 17 rounds")),
+        (block("memory.rst", "--shards 512"), block("memory.rst", "on the fullest of 512 ranks")),
+        (block("memory.rst", "my_model:build"), block("memory.rst", "4.88 GiB  float32")),
+    ]
+    for command, report in reports:
         words = shlex.split(command.replace("\\\n", " "))
         assert words[0] == "PYTHONPATH=tests"
         assert words[1:4] == ["python", "-m", "torchft.local_sgd_memory"]
@@ -117,4 +113,4 @@ def test_commands_of_the_page(tmp_path: Path) -> None:
             timeout=120,
         )
         assert finished.stderr == ""
-        assert finished.stdout.strip() in text, finished.stdout
+        assert finished.stdout == report

@@ -1,0 +1,100 @@
+"""The commands that install, as the pages have them, in virtual environments and a copy of this checkout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from docs_blocks import block
+from packaging_environments import Environment, copy_tree, link_dependencies, run
+
+from torchft import manager
+
+pytestmark = pytest.mark.packaging
+
+SIGNATURE = "import inspect, torchft.local_sgd as l; print(inspect.signature(l.LocalSGD))"
+# Most blocks build with what is installed, which is faster than to fetch the build tools each time. Pip reads
+# this variable the wrong way round.
+QUICK = {"PIP_NO_BUILD_ISOLATION": "0"}
+
+
+@pytest.fixture(scope="module")
+def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return link_dependencies(tmp_path_factory.mktemp("dependencies") / "site-packages")
+
+
+@pytest.fixture
+def environment(tmp_path: Path, dependencies: Path) -> Environment:
+    return Environment(tmp_path / "environment", dependencies)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return copy_tree(tmp_path / "checkout")
+
+
+def follow(text: str, environment: Environment, checkout: Path, **variables: str) -> str:
+    """What a block says when it is run in a checkout, in an activated environment."""
+    bin = environment.executable.parent
+    for module in ("pip", "pytest"):
+        command = bin / module
+        command.write_text(f'#!/bin/sh\nexec "{environment.executable}" -m {module} "$@"\n')
+        command.chmod(0o755)
+    path = os.pathsep.join([str(bin), os.environ["PATH"]])
+    return run(
+        "bash", "-euo", "pipefail", "-c", text, cwd=checkout, check=True, PATH=path, **variables
+    ).stdout
+
+
+def test_install_look_and_remove(environment: Environment, checkout: Path) -> None:
+    follow(block("install.rst", "pip install ."), environment, checkout)
+    assert environment.strays() == set()
+    look = block("install.rst", "pip list | grep torchft")
+    said = follow(look, environment, checkout)
+    # as the comment in the block says
+    assert said.splitlines()[0].split() == look.splitlines()[0].split("# ")[1].split()
+    assert "offload_averaged_parameters_to_cpu" in said
+
+    remove, back = block("install.rst", "pip uninstall torchft ").splitlines()
+    # the answer to its question
+    follow(remove, environment, checkout, PIP_YES="1")
+    assert not any("torchft" in name for name in environment.listing())
+    follow(back, environment, checkout)
+    assert "offload" not in environment.python("-c", SIGNATURE).stdout
+
+
+def test_wheel_for_a_cluster(environment: Environment, checkout: Path) -> None:
+    follow(block("install.rst", "pip wheel"), environment, checkout, **QUICK)
+    assert "offload_window_mb" in environment.python("-c", SIGNATURE).stdout
+
+
+def test_build_without_network(environment: Environment, checkout: Path) -> None:
+    with_network, without = block("install.rst", "TORCHFT_BASE_WHEEL").split("# where there is none\n")
+    follow(with_network, environment, checkout)
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/simple", "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
+    follow(without, environment, checkout, **nowhere)
+    assert "offload_window_mb" in environment.python("-c", SIGNATURE).stdout
+
+
+def test_on_a_nightly(environment: Environment, checkout: Path) -> None:
+    follow(block("install.rst", "TORCHFT_BASE=torchft-nightly=="), environment, checkout, **QUICK)
+    assert environment.strays() == set()
+    assert "offload_window_mb" in environment.python("-c", SIGNATURE).stdout
+    # The files of the nightly, not those of the release that this interpreter has.
+    installed = (environment.site / "torchft" / "manager.py").read_bytes()
+    assert installed != Path(manager.__file__).read_bytes()
+
+
+def test_to_work_on_it(environment: Environment, checkout: Path) -> None:
+    """The tests refuse to run what is not the checkout; collecting some of them is enough to see that."""
+    commands = block("contributing.rst", "pip install -e '.[dev]'")
+    assert commands == block("install.rst", "pip install -e '.[dev]'") + "pytest\n"
+    some = "--collect-only -q tests/test_cli.py"
+    said = follow(commands, environment, checkout, PYTEST_ADDOPTS=some, **QUICK)
+    assert "tests/test_cli.py::" in said
+
+
+def test_for_titan(environment: Environment, checkout: Path) -> None:
+    follow(block("titan.rst", "pip install"), environment, checkout, **QUICK)
+    environment.python("-c", "import torchft.titan")
