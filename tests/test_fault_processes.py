@@ -113,7 +113,8 @@ def test_killed(
     if ranks != BOTH and point in ("after_vote", "in_write_back"):
         remaining = (group, 1 - ranks[0])
         groups.wait(lambda: remaining in seen.after)
-        assert seen.decision_of(*remaining) == "took"
+        # The Manager's server dies with rank 0, perhaps before rank 1 has its answer.
+        assert seen.decision_of(*remaining) == "took" or (ranks == (0,) and remaining in seen.failed)
     groups.kill(group)
     groups.recover(group)
 
@@ -196,7 +197,6 @@ def shards_in(state: bytes) -> Bits:
 
 @pytest.mark.slow
 def test_killed_while_it_heals(groups: FaultGroups) -> None:
-    groups.begin()
     groups.kill(0)
     seen = groups.restart(0, Fault(0, "healing", "die", (1,)))
     groups.wait(seen.fired)
@@ -268,6 +268,17 @@ def test_rank_that_fails_in_its_collective_makes_its_group_reject(groups: FaultG
     assert [seen.decision(group) for group in range(2)] == ["kept"] * 2
     assert not seen.exits
     groups.commit_together()
+
+
+@pytest.mark.slow
+def test_rank_that_raises_before_its_vote_makes_its_group_reject(groups: FaultGroups) -> None:
+    """As without memory: it votes no, and its process ends."""
+    seen = groups.provoke(Fault(0, "before_allreduce", "raise", (1,), MIDDLE))
+    groups.finish(seen)
+    assert [seen.decision(group) for group in range(2)] == ["kept"] * 2
+    assert list(seen.failed) == [(0, 1)]
+    groups.kill(0)
+    groups.recover(0)
 
 
 def test_slow_host_commits(groups: FaultGroups) -> None:
