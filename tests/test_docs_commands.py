@@ -133,9 +133,14 @@ def test_lighthouse_of_a_titan_job() -> None:
     output(script + "kill $lighthouse", ROOT)
 
 
-def test_fault_plans() -> None:
-    """All of them are for --slow, and take minutes; here the one with a seed is carried out."""
+def test_fault_plans_are_found() -> None:
     every, more, one = commands(block("contributing.rst", "FAULT_SEED="))
     assert more == f"FAULT_PLANS=120 {every} -k test_plans"
     assert one == f"FAULT_SEED=17 {every} -k test_plans"
+    assert "::test_plans\n" in output(one, ROOT, PYTEST_ADDOPTS="--collect-only -q")
+
+
+@pytest.mark.slow
+def test_fault_plan_of_a_seed() -> None:
+    (one,) = commands(block("contributing.rst", "FAULT_SEED="))[2:]
     assert "\n1 fault plans\n" in output(one, ROOT)
