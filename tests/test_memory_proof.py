@@ -89,6 +89,30 @@ def test_table_of_the_page(proof: list[dict[str, Any]]) -> None:
     assert all(row.endswith(" yes") for row in rows[1:])
 
 
+def test_readme_has_rows_of_the_table() -> None:
+    rows = [row.split() for row in block("memory.rst", "as reported").splitlines()]
+    readme = (ROOT / "README.md").read_text()
+    for name, ranks, label in [
+        ("Llama 3 8B", "1", "Llama 3 8B on one rank"),
+        ("Llama 3 8B", "8", "Llama 3 8B, FSDP2 over 8"),
+        ("Llama 3 70B", "64", "Llama 3 70B, FSDP2 over 64"),
+    ]:
+        (row,) = (row for row in rows if row[:5] == [*name.split(), ranks, "M"])
+        without, staged, host = (" ".join(row[at : at + 2]) for at in (5, 7, 9))
+        assert f"| {label} | {without} | {staged} | {host} |" in readme
+
+
+def test_worked_example_is_that_of_the_report() -> None:
+    report = " ".join(block("memory.rst", "in 723 rounds").split())
+    page = " ".join((ROOT / "docs" / "source" / "local_sgd.rst").read_text().split())
+    assert "16 = 16.43 GiB, and M = 128,256 x 8,192 x 4 bytes / 16 = 250.50 MiB" in page
+    assert "S, all of a rank 16.43 GiB float32 M, the largest 250.50 MiB" in report
+    assert "8 x 16.43 = 131.4 GiB" in page
+    assert "8 ranks per host 131.42 GiB" in report
+    assert "2 x 16.43 = 32.9 GiB" in page
+    assert "committed 32.85 GiB" in report
+
+
 def test_commands_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(block("memory.rst", "def build"))
     reports = [
