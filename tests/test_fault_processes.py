@@ -283,6 +283,7 @@ def test_rank_that_raises_before_its_vote_makes_its_group_reject(groups: FaultGr
 
 def test_slow_host_commits(groups: FaultGroups) -> None:
     """Each all-reduce is in time, all of them together take several time-outs of the other group."""
+    # An empty shard is reduced in no time, so that the other group waits twice as long for the next one.
     pause = COLLECTIVE_TIMEOUT.total_seconds() / 3
     begin = time.monotonic()
     seen = groups.provoke(Fault(1, "before_allreduce", "sleep", seconds=pause))
@@ -298,6 +299,20 @@ def test_one_slow_all_reduce_is_rejected(groups: FaultGroups) -> None:
     groups.finish(seen)
     assert [seen.decision(group) for group in range(2)] == ["kept"] * 2
     assert not seen.exits
+    groups.commit_together()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slow", "decision"), [(1, "took"), (0, "kept")])
+def test_group_with_all_reduces_in_flight_waits_for_two_at_once(
+    groups: FaultGroups, slow: int, decision: str
+) -> None:
+    """Gloo runs two at a time. Group 1, whose window holds the first two, waits for both from the start."""
+    pause = 0.6 * COLLECTIVE_TIMEOUT.total_seconds()
+    faults = [Fault(slow, "before_allreduce", "sleep", index=index, seconds=pause) for index in (0, 1)]
+    seen = groups.provoke(*faults)
+    groups.finish(seen)
+    assert [seen.decision(group) for group in range(2)] == [decision] * 2
     groups.commit_together()
 
 
