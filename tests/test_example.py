@@ -26,6 +26,7 @@ from torchft import _cli
 from torchft._lighthouse import LighthouseProcess
 from torchft._replicas import ReplicaGroups
 from torchft.examples.local_sgd import __main__ as launcher
+from torchft.examples.local_sgd import supervisor as supervisor_module
 from torchft.examples.local_sgd import train
 from torchft.examples.local_sgd.data import Corpus, read_text
 from torchft.examples.local_sgd.options import add_training_options, as_arguments
@@ -264,6 +265,61 @@ def test_a_group_that_cannot_rejoin_is_reported(code: str, words: str) -> None:
         supervisor = Supervisor(groups, replicas=2, ranks=1, steps=2, commits=1, kills=[1])
         with pytest.raises(GroupLost, match=words):
             supervisor.run()
+
+
+SYNC = """
+def sync(committed, step, healed=False, participants=2):
+    send(kind='synchronized', step=step, commits=step - (not committed), loss=1.0, committed=committed,
+         healed=healed, participants=participants, milliseconds=1.0)
+"""
+FINISH = "\nsend(kind='finished', digest='x', validation_loss=1.0)\n"
+
+
+def test_a_group_whose_peers_left_it_waiting_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Group 1 died unnoticed by group 0, which finished before group 1 was back: it waits for nobody."""
+    monkeypatch.setattr(supervisor_module, "_PATIENCE", 1.0)
+    code = SYNC + (
+        "if os.environ['REPLICA_GROUP_ID'] == '0': time.sleep(1); sync(True, 1)\n"
+        "elif os.path.exists(os.environ['KILLED']): time.sleep(60)\n"
+        "else: open(os.environ['KILLED'], 'w').close(); os.kill(os.getpid(), 9)\n"
+    )
+    with ReplicaGroups(scripted(code), replicas=2, env={"KILLED": str(tmp_path / "killed")}) as groups:
+        supervisor = Supervisor(groups, replicas=2, ranks=1, steps=1, commits=1, kills=[])
+        with pytest.raises(GroupLost, match="group 1 cannot rejoin"):
+            supervisor.run()
+
+
+def test_a_last_synchronization_that_is_repeated_loses_nobody() -> None:
+    """All reject it, then all commit it; what the second group reports comes later."""
+    code = (
+        SYNC + "sync(False, 1); time.sleep(1 + int(os.environ['REPLICA_GROUP_ID'])); sync(True, 1)" + FINISH
+    )
+    with ReplicaGroups(scripted(code), replicas=2) as groups:
+        results = Supervisor(groups, replicas=2, ranks=1, steps=1, commits=1, kills=[]).run()
+    assert (results.commits, results.rejections) == (1, 1)
+
+
+def test_a_rejection_is_no_part_of_the_next_synchronization(tmp_path: Path) -> None:
+    """Group 1's death is heard of after its peer's rejection, and it commits before its peer does."""
+    code = SYNC + (
+        "back = os.path.exists(os.environ['KILLED'])\n"
+        "if os.environ['REPLICA_GROUP_ID'] == '0':\n"
+        "    sync(False, 1)\n"
+        "    while not os.path.exists(os.environ['KILLED']): time.sleep(0.01)\n"
+        "    time.sleep(2); sync(True, 1)\n"
+        "elif back: sync(True, 1, healed=True); time.sleep(2)\n"
+        "else: time.sleep(1); open(os.environ['KILLED'], 'w').close(); os.kill(os.getpid(), 9)\n"
+    )
+    code += "sync(True, 2)" + FINISH
+    with ReplicaGroups(scripted(code), replicas=2, env={"KILLED": str(tmp_path / "killed")}) as groups:
+        results = Supervisor(groups, replicas=2, ranks=1, steps=2, commits=2, kills=[]).run()
+    assert [(entry["step"], entry["committed"]) for entry in results.history] == [
+        (1, False),
+        (1, True),
+        (2, True),
+    ]
 
 
 def test_groups_that_differ_are_found_out() -> None:

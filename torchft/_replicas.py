@@ -297,6 +297,10 @@ class ReplicaGroups:
         for reader in readers:
             reader.start()
         returncode = rank.process.wait()
+        assert rank.process.stdin is not None
+        # Nobody is left to watch for this process's death; a job that restarts groups for weeks would run
+        # out of files.
+        rank.process.stdin.close()
         for reader in readers:
             # a process that the rank started may hold the pipes open
             reader.join(timeout=5)

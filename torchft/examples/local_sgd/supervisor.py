@@ -13,6 +13,10 @@ from torchft._replicas import Exit, Message, ReplicaGroups
 
 __all__ = ["GroupLost", "Results", "Supervisor"]
 
+# Of silence, after which a group whose peers have finished waits for them in vain. It may be starting, or its
+# report may still be on its way. seconds
+_PATIENCE = 30.0
+
 
 class GroupLost(Exception):
     """A group died and cannot come back; the message says which and why."""
@@ -123,7 +127,14 @@ class Supervisor:
         """
         for group in range(len(self._groups)):
             self._start(group)
-        for event in self._processes.events():
+        while True:
+            stuck = self._stuck()
+            try:
+                event = next(self._processes.events(_PATIENCE if stuck else None), None)
+            except TimeoutError:
+                raise _lost(stuck) from None
+            if event is None:
+                break
             if isinstance(event, Exit):
                 self._on_exit(event)
             elif event.start == self._groups[event.group].start:
@@ -132,6 +143,8 @@ class Supervisor:
         return self.results
 
     def _start(self, group: int) -> None:
+        # What the others report from now on is another synchronization.
+        self._flush()
         start = self._processes.start(group)
         self._groups[group] = _Group(alive=self._ranks, start=start)
 
@@ -174,6 +187,8 @@ class Supervisor:
         """A group is dying: from now on nothing waits for its reports."""
         self._groups[number].dying = True
         self.results.kills += 1
+        if self._complete():
+            self._flush()
 
     def _on_synchronized(self, number: int, fields: dict[str, Any]) -> None:
         group = self._groups[number]
@@ -188,10 +203,18 @@ class Supervisor:
         ):
             self._flush()
         self._pending[number] = fields
-        missing = fields["participants"] - len(self._pending) - sum(other.dying for other in self._groups)
-        if missing <= 0:
+        # With reports on their way, a group may seem to be left behind that has committed as well.
+        if self._complete():
             self._flush()
-        self._check_lost()
+            self._check_lost()
+
+    def _complete(self) -> bool:
+        """Whether all reports of the synchronization under way have come that will come."""
+        if not self._pending:
+            return False
+        dying = sum(group.dying for number, group in enumerate(self._groups) if number not in self._pending)
+        participants = max(report["participants"] for report in self._pending.values())
+        return len(self._pending) + dying >= participants
 
     def _flush(self) -> None:
         """Prints and records the synchronization of which all reports that will come have come."""
@@ -238,6 +261,12 @@ class Supervisor:
 
     def _check_lost(self) -> None:
         """Raises when a group that has to heal, or to repeat a synchronization, has no peer left for it."""
+        stuck = self._stuck()
+        if stuck:
+            raise _lost(stuck)
+
+    def _stuck(self) -> list[int]:
+        """Returns the groups that need a peer, if all others have finished."""
         unfinished = [number for number, group in enumerate(self._groups) if not group.finished]
         stuck = [
             number
@@ -245,15 +274,18 @@ class Supervisor:
             for group in [self._groups[number]]
             if group.dying or group.rejected or group.rejoining
         ]
-        if stuck and stuck == unfinished and len(stuck) < len(self._groups):
-            raise GroupLost(
-                f"group {stuck[0]} cannot rejoin: the others have finished, and nobody is left to heal from"
-            )
+        return stuck if stuck == unfinished and len(stuck) < len(self._groups) else []
 
     @property
     def kills_left(self) -> list[int]:
         """Steps of planned kills that did not happen."""
         return [step for step, _ in self._kills]
+
+
+def _lost(stuck: Sequence[int]) -> GroupLost:
+    return GroupLost(
+        f"group {stuck[0]} cannot rejoin: the others have finished, and nobody is left to heal from"
+    )
 
 
 def _print(line: str) -> None:
