@@ -127,6 +127,6 @@ def check_shown(sample: str, output: str) -> None:
     at = 0
     for line in sample.splitlines():
         pieces = [_LIKE.get(piece.lastgroup or "", re.escape(piece[0])) for piece in _SAMPLE.finditer(line)]
-        found = re.compile("".join(pieces)).search(output, at)
+        found = re.compile("".join([*pieces, " *$"]), re.MULTILINE).search(output, at)
         assert found is not None, f"nothing like {line!r} in\n{output[at:]}"
         at = found.end()

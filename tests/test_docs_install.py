@@ -60,17 +60,18 @@ def test_install_look_and_remove(environment: Environment, checkout: Path) -> No
     assert said.splitlines()[0].split() == look.splitlines()[0].split("# ")[1].split()
     assert "offload_averaged_parameters_to_cpu" in said
 
-    remove, back = block("install.rst", "pip uninstall torchft ").splitlines()
+    remove, _ = block("install.rst", "pip uninstall torchft ").splitlines()
     # the answer to its question
     follow(remove, environment, checkout, PIP_YES="1")
     assert not any("torchft" in name for name in environment.listing())
-    follow(back, environment, checkout)
-    assert not patched(environment)
 
 
-def test_wheel_for_a_cluster(environment: Environment, checkout: Path) -> None:
+def test_wheel_for_a_cluster_and_back_to_the_release(environment: Environment, checkout: Path) -> None:
     follow(block("install.rst", "pip wheel"), environment, checkout, **QUICK)
     assert patched(environment)
+    _, back = block("install.rst", "pip uninstall torchft ").splitlines()
+    follow(back, environment, checkout)
+    assert not patched(environment)
 
 
 def test_build_without_network(environment: Environment, checkout: Path) -> None:
