@@ -225,7 +225,9 @@ def test_twenty_kills_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [healed[0], healed[1]] == killed
     assert result["heals"] == KILLS
     committed = [entry["step"] for entry in result["synchronizations"] if entry["committed"]]
-    assert sorted(committed) == list(range(4, JOB_STEPS + 1, 4))
+    assert sorted(set(committed)) == list(range(4, JOB_STEPS + 1, 4))
+    # A group that dies right after its own commit may take that to the grave, while its peer rejected.
+    assert len(committed) <= JOB_STEPS // 4 + KILLS
     first, last = states[0], states[-1]
     assert last.children == first.children == 3
     assert last.threads <= first.threads + 2
