@@ -29,6 +29,7 @@ from torchft.examples.local_sgd import __main__ as launcher
 from torchft.examples.local_sgd import supervisor as supervisor_module
 from torchft.examples.local_sgd import train
 from torchft.examples.local_sgd.data import Corpus, read_text
+from torchft.examples.local_sgd.model import ByteTransformer
 from torchft.examples.local_sgd.options import add_training_options, as_arguments
 from torchft.examples.local_sgd.supervisor import GroupLost, Supervisor
 
@@ -162,6 +163,17 @@ def test_a_killed_group_heals_and_all_groups_end_equal(text: str, tmp_path: Path
     rest = length * dim + 12 * dim * dim + 5 * dim + 3 * 2 * dim
     assert result["M_bytes"] == largest
     assert result["S_bytes"] == 2 * largest + 4 * rest
+
+
+def test_the_documented_sizes_are_those_of_the_default_model() -> None:
+    parser = _cli.Parser("prog", "")
+    add_training_options(parser)
+    options = parser.parse_args([])
+    with torch.device("meta"):
+        model = ByteTransformer(options.dim, options.layers, options.heads, options.sequence_length)
+    sizes = [parameter.nbytes / 2**20 for parameter in model.parameters()]
+    line = f"per rank          S {sum(sizes):.2f} MiB of parameters, M {max(sizes):.2f} MiB the largest one"
+    assert line in block("main_job.rst", "bit-identical in all 2 groups").splitlines()
 
 
 def test_two_ranks_per_group_shard_the_model_and_heal(text: str, tmp_path: Path) -> None:
