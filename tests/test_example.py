@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import math
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -24,7 +26,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from torchft import _cli
 from torchft._lighthouse import LighthouseProcess
-from torchft._replicas import ReplicaGroups
+from torchft._replicas import Exit, ReplicaGroups
 from torchft.examples.local_sgd import __main__ as launcher
 from torchft.examples.local_sgd import supervisor as supervisor_module
 from torchft.examples.local_sgd import train
@@ -246,6 +248,44 @@ def test_a_group_killed_by_somebody_else_is_started_again(text: str) -> None:
         assert "1 killed, 1 healed" in job.output
 
 
+SLOW_RANK = """
+import os, time
+from torchft import _cli
+from torchft.examples.local_sgd.train import PROG, main
+from torchft.process_group import ProcessGroupGloo
+
+calls = 0
+allreduce = ProcessGroupGloo.allreduce
+
+def late(self, *args):
+    global calls
+    calls += 1
+    if calls == 5 and os.environ["REPLICA_GROUP_ID"] == os.environ["RANK"] == "1":
+        time.sleep(6)
+    return allreduce(self, *args)
+
+ProcessGroupGloo.allreduce = late
+_cli.run_rank(PROG, main)
+"""
+
+
+def test_a_slow_rank_costs_a_synchronization_and_no_process(text: str) -> None:
+    """The other rank of its group votes at once, and has to wait for longer than an all-reduce may take."""
+    job = ["--replicas", "2", *SMALL, "--steps", "8", "--timeout", "3", "--data", text]
+    outcomes: dict[tuple[int, int], list[bool]] = collections.defaultdict(list)
+    with ReplicaGroups(["-c", SLOW_RANK, *job], replicas=2, ranks=2) as groups:
+        groups.start_all()
+        for event in groups.events(timeout=100):
+            if isinstance(event, Exit):
+                event.check()
+            elif event.fields["kind"] == "synchronized":
+                outcomes[event.group, event.rank].append(event.fields["committed"])
+    assert outcomes.keys() == {(group, rank) for group in (0, 1) for rank in (0, 1)}
+    for seen in outcomes.values():
+        assert seen[0] is False
+        assert sum(seen) == 2
+
+
 def scripted(code: str) -> list[str]:
     send = "import json, os, time\ndef send(**fields):\n"
     send += "    os.write(int(os.environ['_TORCHFT_REPLICAS_FD']), (json.dumps(fields) + '\\n').encode())\n"
@@ -257,8 +297,8 @@ def scripted(code: str) -> list[str]:
     [
         # group 0 finishes; group 1 reaches step 1, is killed, and finds nobody after its restart
         (
-            "last = dict(kind='synchronized', step=1, commits=1, loss=1.0, committed=True, healed=False,"
-            " participants=1, milliseconds=1.0)\n"
+            "last = dict(kind='synchronized', quorum=0, step=1, commits=1, loss=1.0, committed=True,"
+            " healed=False, participants=1, milliseconds=1.0)\n"
             "if os.environ['REPLICA_GROUP_ID'] == '0': send(**last)\n"
             "else: time.sleep(0.5); send(kind='step', step=1); time.sleep(60)",
             "group 1 cannot rejoin: the others have finished",
@@ -280,9 +320,9 @@ def test_a_group_that_cannot_rejoin_is_reported(code: str, words: str) -> None:
 
 
 SYNC = """
-def sync(committed, step, healed=False, participants=2):
-    send(kind='synchronized', step=step, commits=step - (not committed), loss=1.0, committed=committed,
-         healed=healed, participants=participants, milliseconds=1.0)
+def sync(committed, step, quorum=0, healed=False, participants=2):
+    send(kind='synchronized', quorum=quorum, step=step, commits=step - (not committed), loss=1.0,
+         committed=committed, healed=healed, participants=participants, milliseconds=1.0)
 """
 FINISH = "\nsend(kind='finished', digest='x', validation_loss=1.0)\n"
 
@@ -305,26 +345,37 @@ def test_a_group_whose_peers_left_it_waiting_is_reported(
 
 def test_a_last_synchronization_that_is_repeated_loses_nobody() -> None:
     """All reject it, then all commit it; what the second group reports comes later."""
-    code = (
-        SYNC + "sync(False, 1); time.sleep(1 + int(os.environ['REPLICA_GROUP_ID'])); sync(True, 1)" + FINISH
-    )
+    code = SYNC + "sync(False, 1); time.sleep(1 + int(os.environ['REPLICA_GROUP_ID'])); sync(True, 1, 1)"
+    code += FINISH
     with ReplicaGroups(scripted(code), replicas=2) as groups:
         results = Supervisor(groups, replicas=2, ranks=1, steps=1, commits=1, kills=[]).run()
     assert (results.commits, results.rejections) == (1, 1)
 
 
-def test_a_rejection_is_no_part_of_the_next_synchronization(tmp_path: Path) -> None:
-    """Group 1's death is heard of after its peer's rejection, and it commits before its peer does."""
-    code = SYNC + (
-        "back = os.path.exists(os.environ['KILLED'])\n"
-        "if os.environ['REPLICA_GROUP_ID'] == '0':\n"
-        "    sync(False, 1)\n"
-        "    while not os.path.exists(os.environ['KILLED']): time.sleep(0.01)\n"
-        "    time.sleep(2); sync(True, 1)\n"
-        "elif back: sync(True, 1, healed=True); time.sleep(2)\n"
-        "else: time.sleep(1); open(os.environ['KILLED'], 'w').close(); os.kill(os.getpid(), 9)\n"
-    )
-    code += "sync(True, 2)" + FINISH
+DIE = "open(os.environ['KILLED'], 'w').close(); os.kill(os.getpid(), 9)\n"
+
+
+@pytest.mark.parametrize(
+    ("survivor", "other"),
+    [
+        # The death is heard of after the peer's rejection, and the group is back before its peer commits.
+        (
+            "sync(False, 1)\nwhile not back(): time.sleep(0.01)\ntime.sleep(2); sync(True, 1, 1)",
+            "if back(): sync(True, 1, 1, healed=True); time.sleep(2)\nelse: time.sleep(1); " + DIE,
+        ),
+        # The rejection is heard of when the group is back and has committed.
+        (
+            "while not back(): time.sleep(0.01)\ntime.sleep(2); sync(False, 1); sync(True, 1, 1)",
+            "if back(): sync(True, 1, 1, healed=True); time.sleep(3)\nelse: " + DIE,
+        ),
+    ],
+)
+def test_a_rejection_is_no_part_of_the_next_synchronization(
+    survivor: str, other: str, tmp_path: Path
+) -> None:
+    code = SYNC + "def back(): return os.path.exists(os.environ['KILLED'])\n"
+    code += "if os.environ['REPLICA_GROUP_ID'] == '0':\n" + textwrap.indent(survivor, "    ")
+    code += "\nelse:\n" + textwrap.indent(other, "    ") + "\nsync(True, 2, 1)" + FINISH
     with ReplicaGroups(scripted(code), replicas=2, env={"KILLED": str(tmp_path / "killed")}) as groups:
         results = Supervisor(groups, replicas=2, ranks=1, steps=2, commits=2, kills=[]).run()
     assert [(entry["step"], entry["committed"]) for entry in results.history] == [
@@ -332,6 +383,24 @@ def test_a_rejection_is_no_part_of_the_next_synchronization(tmp_path: Path) -> N
         (1, True),
         (2, True),
     ]
+
+
+def test_a_commit_whose_report_is_late_counts_once(tmp_path: Path) -> None:
+    """Group 1 reports a commit, dies and is back before its peer's report of that commit arrives."""
+    code = (
+        SYNC
+        + (
+            "if os.environ['REPLICA_GROUP_ID'] == '0':\n"
+            "    while not os.path.exists(os.environ['KILLED']): time.sleep(0.01)\n"
+            "    time.sleep(2); sync(True, 1, 1); sync(True, 2, 2)\n"
+            "elif os.path.exists(os.environ['KILLED']): time.sleep(4); sync(True, 2, 2, healed=True)\n"
+            "else: sync(True, 1, 1); time.sleep(0.5); " + DIE
+        )
+        + FINISH
+    )
+    with ReplicaGroups(scripted(code), replicas=2, env={"KILLED": str(tmp_path / "killed")}) as groups:
+        results = Supervisor(groups, replicas=2, ranks=1, steps=2, commits=2, kills=[]).run()
+    assert [(entry["step"], entry["committed"]) for entry in results.history] == [(1, True), (2, True)]
 
 
 def test_groups_that_differ_are_found_out() -> None:

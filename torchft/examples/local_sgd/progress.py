@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchft import _replicas
+from torchft.manager import Manager
 
 __all__ = ["Progress"]
 
@@ -59,25 +60,24 @@ class Progress:
 
     def synchronized(
         self,
+        manager: Manager,
         step: int,
-        commits: int,
         loss: float,
         committed: bool,
         healed: bool,
-        participants: int,
         milliseconds: float,
     ) -> None:
         """A synchronization is over.
 
         Args:
+            manager: of this rank, after the synchronization.
             step: optimizer steps that the weights have if it was committed.
-            commits: commits so far.
             loss: mean training loss since the last one.
             committed: how the vote went.
             healed: whether this group took its state over from a peer.
-            participants: replica groups that took part.
             milliseconds: how long it took, waiting for the other groups included.
         """
+        participants = manager.num_participants()
         outcome = "committed" if committed else "rejected"
         note = ", healed from a peer" if healed else ""
         self._say(
@@ -86,8 +86,10 @@ class Progress:
         )
         self._send(
             kind="synchronized",
+            # The only thing that tells an attempt from the one before it, to the launcher, and not public.
+            quorum=manager._quorum_id,
             step=step,
-            commits=commits,
+            commits=manager.current_step(),
             loss=loss,
             committed=committed,
             healed=healed,

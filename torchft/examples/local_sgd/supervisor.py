@@ -83,6 +83,30 @@ class _Group:
         return self.start > 0 and not self.committed
 
 
+# Quorum and step: what tells a synchronization from the one before it. Reports of one group come in order,
+# those of two groups do not, and after a rejection the step is the same.
+_Key = tuple[int, int]
+
+
+@dataclass
+class _Synchronization:
+    """What was heard of one synchronization.
+
+    Attributes:
+        reports: by group.
+        gone: groups that died before they reported.
+    """
+
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all reports have come that will come."""
+        participants = max(report["participants"] for report in self.reports.values())
+        return len(self.reports.keys() | self.gone) >= participants
+
+
 class Supervisor:
     """Runs replica groups to their end.
 
@@ -111,8 +135,7 @@ class Supervisor:
         self._commits = commits
         self._groups = [_Group() for _ in range(replicas)]
         self._kills = [(step, replicas - 1 - index % replicas) for index, step in enumerate(sorted(kills))]
-        # Reports of the synchronization that is under way, by group.
-        self._pending: dict[int, dict[str, Any]] = {}
+        self._pending: dict[_Key, _Synchronization] = {}
         self.results = Results()
 
     def run(self) -> Results:
@@ -139,12 +162,11 @@ class Supervisor:
                 self._on_exit(event)
             elif event.start == self._groups[event.group].start:
                 self._on_message(event)
-        self._flush()
+        for key in sorted(self._pending):
+            self._record(key)
         return self.results
 
     def _start(self, group: int) -> None:
-        # What the others report from now on is another synchronization.
-        self._flush()
         start = self._processes.start(group)
         self._groups[group] = _Group(alive=self._ranks, start=start)
 
@@ -187,8 +209,7 @@ class Supervisor:
         """A group is dying: from now on nothing waits for its reports."""
         self._groups[number].dying = True
         self.results.kills += 1
-        if self._complete():
-            self._flush()
+        self._settle()
 
     def _on_synchronized(self, number: int, fields: dict[str, Any]) -> None:
         group = self._groups[number]
@@ -198,29 +219,28 @@ class Supervisor:
         group.rejected = not fields["committed"]
         group.finished = fields["commits"] >= self._commits
         self.results.heals += fields["healed"]
-        if number in self._pending or any(
-            other["step"] != fields["step"] for other in self._pending.values()
-        ):
-            self._flush()
-        self._pending[number] = fields
+        key = (fields["quorum"], fields["step"])
+        self._pending.setdefault(key, _Synchronization()).reports[number] = fields
         # With reports on their way, a group may seem to be left behind that has committed as well.
-        if self._complete():
-            self._flush()
+        if self._settle():
             self._check_lost()
 
-    def _complete(self) -> bool:
-        """Whether all reports of the synchronization under way have come that will come."""
-        if not self._pending:
+    def _settle(self) -> bool:
+        """Records the synchronizations that are over; returns whether there were any."""
+        dying = {number for number, group in enumerate(self._groups) if group.dying}
+        for synchronization in self._pending.values():
+            synchronization.gone |= dying - synchronization.reports.keys()
+        complete = [key for key, synchronization in self._pending.items() if synchronization.complete]
+        if not complete:
             return False
-        dying = sum(group.dying for number, group in enumerate(self._groups) if number not in self._pending)
-        participants = max(report["participants"] for report in self._pending.values())
-        return len(self._pending) + dying >= participants
+        # What misses in an earlier one was lost with a group that is back already.
+        for key in sorted(key for key in self._pending if key <= max(complete)):
+            self._record(key)
+        return True
 
-    def _flush(self) -> None:
-        """Prints and records the synchronization of which all reports that will come have come."""
-        if not self._pending:
-            return
-        reports, self._pending = self._pending, {}
+    def _record(self, key: _Key) -> None:
+        """Prints and keeps a synchronization of which nothing more will be heard."""
+        reports = self._pending.pop(key).reports
         groups = range(len(self._groups))
         healed = [group for group in groups if group in reports and reports[group]["healed"]]
         # What a group trained before it healed was replaced by its peer's state: no loss to show.
@@ -256,6 +276,9 @@ class Supervisor:
             end.check()
         elif group.alive == 0:
             self._check_lost()
+            if all(other.dying or other.rejoining for other in self._groups):
+                # Those that are back already had nobody to heal from.
+                _print("no group is left to heal from: all go on from their checkpoints, or from the beginning")
             _print(f"starting group {end.group} again")
             self._start(end.group)
 

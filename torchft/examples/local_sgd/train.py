@@ -98,7 +98,8 @@ def train(options: argparse.Namespace) -> None:
         # 1 / replicas at the first synchronization; all groups must use the same settings.
         use_async_quorum=False,
         init_sync=False,
-        timeout=timeout,
+        # The vote waits for the slowest rank of the group, whose all-reduce may have timed out.
+        timeout=3 * timeout,
         quorum_timeout=QUORUM_TIMEOUT,
         replica_id=f"group_{group}",
     )
@@ -155,13 +156,7 @@ def train(options: argparse.Namespace) -> None:
             attempt = 0 if committed else attempt + 1
             step = min(options.steps, (commit + 1) * options.sync_every)
             progress.synchronized(
-                step,
-                manager.current_step(),
-                float(loss_sum / steps),
-                committed,
-                healed_at is not None,
-                manager.num_participants(),
-                milliseconds,
+                manager, step, float(loss_sum / steps), committed, healed_at is not None, milliseconds
             )
             done = manager.current_step()
             due = done % options.checkpoint_every == 0 or done == commits
