@@ -6,8 +6,9 @@
 # Writes benchmarks/cpu-*.json; `make -C docs figures` makes the tables and pictures of them. PYTHON is the interpreter
 # with the installed package (default: python).
 set -euo pipefail
+# From here: it may be a path relative to this folder, and a link of a virtual environment.
+python=$(realpath -s "$(command -v "${PYTHON:-python}")")
 cd "$(dirname "$0")"
-python=${PYTHON:-python}
 
 bench() {
   "$python" -m torchft.local_sgd_bench --device cpu --json "$@" > /dev/null

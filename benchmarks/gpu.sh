@@ -10,11 +10,12 @@ set -uo pipefail
 [ $# -eq 1 ] || { echo "usage: bash benchmarks/gpu.sh FOLDER" >&2; exit 2; }
 mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
+# From here: it may be a path relative to this folder, and a link of a virtual environment.
+python=$(realpath -s "$(command -v "${PYTHON:-python}")") || { echo "there is no ${PYTHON:-python}" >&2; exit 2; }
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python}
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} PYTHONPATH=benchmarks${PYTHONPATH:+:$PYTHONPATH}
 "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || {
-  echo "$python sees no CUDA device; nothing was measured" >&2
+  echo "${PYTHON:-python} sees no CUDA device; nothing was measured" >&2
   exit 2
 }
 failed=0

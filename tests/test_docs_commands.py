@@ -59,9 +59,10 @@ def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _, plain = commands(block("README.md", "MODULE:CALLABLE"))
+    _, own = commands(block("README.md", "MODULE:CALLABLE"))
     (command,) = commands(block("bench.rst", "python -m torchft.local_sgd_bench --window-mb 0"))
-    assert command.startswith(f"{plain} ")
+    plain, model = own.split(" --model ")
+    assert (plain, model) == (command.split(" --window")[0], "MODULE:CALLABLE")
     (tmp_path / "my_model.py").write_text(block("bench.rst", "def classifier"))
     small = "--model my_model:classifier --pairs 2 --warm-up 1"
     tables = output(f"{command} {small} --json results.json", tmp_path)

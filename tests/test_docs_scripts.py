@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from docs_blocks import block, check_shown
+from docs_blocks import block, check_shown, commands
 from replica_threads import Replica, run_replicas
 from torch import nn
 
@@ -81,6 +90,69 @@ def test_local_sgd_page(caplog: pytest.LogCaptureFixture) -> None:
     # On a CPU the window is in host memory, too.
     assert plan.replace("cuda:0", "cpu").replace("memory 4.00", "memory 6.00") in caplog.messages
     check_shown(committed, "\n".join(caplog.messages))
+
+
+def test_a_whole_script(tmp_path: Path) -> None:
+    """As in three terminals; one group is killed and started again."""
+    (tmp_path / "script.py").write_text(block("main_job.rst", "replica_id="))
+    lighthouse, *groups = commands(block("main_job.rst", "torchrun --master-port 29500 script.py"))
+    ports = {"29510": free_port(), "29500": free_port(), "29501": free_port()}
+    logs = [tmp_path / f"group{number}" for number in range(2)]
+
+    def start(command: str, log: Path) -> subprocess.Popen[bytes]:
+        for documented, free in ports.items():
+            command = command.replace(documented, str(free))
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                ["bash", "-c", command],
+                cwd=tmp_path,
+                env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        processes.append(process)
+        return process
+
+    def commits(log: Path) -> int:
+        return log.read_text().count("staged synchronization committed")
+
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        start(f"{lighthouse} --bind '[::]:{ports['29510']}'", tmp_path / "lighthouse")
+        first, second = (start(command, log) for command, log in zip(groups, logs))
+        deadline = time.monotonic() + 100
+        while commits(logs[1]) < 3:
+            assert second.poll() is None, logs[1].read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (worker,) = (child for child in psutil.Process(second.pid).children(True) if "-u" in child.cmdline())
+        worker.kill()
+        assert second.wait(60) != 0
+        second = start(groups[1], logs[1])
+        for process in (first, second):
+            assert process.wait(100) == 0, "\n".join(log.read_text() for log in logs)
+    finally:
+        # The ranks of torchrun have sessions of their own.
+        trees = [psutil.Process(process.pid) for process in processes if process.poll() is None]
+        for process in [child for tree in trees for child in [*tree.children(True), tree]]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for process in processes:
+            process.wait()
+    sums = [re.findall(r"loss [\d.]+, sum (-?[\d.]+)", log.read_text()) for log in logs]
+    assert sums[0] == sums[1]
+    assert len(sums[0]) == 1
+    assert commits(logs[0]) == 20
+    # The second start healed: it did not begin at the first commit again.
+    assert commits(logs[1]) < 25
+
+
+def free_port() -> int:
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        return probe.getsockname()[1]
 
 
 def test_memory_report(capsys: pytest.CaptureFixture[str]) -> None:

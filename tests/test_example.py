@@ -248,6 +248,26 @@ def test_a_group_killed_by_somebody_else_is_started_again(text: str) -> None:
         assert "1 killed, 1 healed" in job.output
 
 
+@pytest.mark.slow
+def test_a_lighthouse_that_is_started_again_is_found_again(text: str) -> None:
+    """Without Manager(quorum_retries) the groups would stand still for ten minutes."""
+    port = free_port()
+    lighthouse = LighthouseProcess(2, port=port)
+    try:
+        with Run(*SMALL, "--steps", "100000", "--data", text, "--lighthouse", lighthouse.address) as job:
+            line = job.wait_for("committed")
+            lighthouse.stop()
+            # Long enough for the groups to ask while it is away.
+            time.sleep(5)
+            lighthouse = LighthouseProcess(2, port=port)
+            for _ in range(3):
+                line = job.wait_for("committed", after=max(line, len(job.lines)))
+            job.process.send_signal(signal.SIGINT)
+            assert job.end() == 130
+    finally:
+        lighthouse.stop()
+
+
 SLOW_RANK = """
 import os, time
 from torchft import _cli
@@ -642,8 +662,10 @@ def shell(script: str) -> subprocess.Popen[str]:
 def test_the_documented_commands_for_two_machines_work(text: str) -> None:
     # Both machines are this one: a name and ports of its own instead of the documented ones.
     port = free_port()
-    commands = [block("main_job.rst", "torchft_lighthouse --min_replicas 2")]
-    for group in (block("main_job.rst", "REPLICA_GROUP_ID=0"), block("main_job.rst", "REPLICA_GROUP_ID=1")):
+    commands = [block("main_job.rst", "--min_replicas 2 --bind")]
+    first = block("main_job.rst", "export REPLICA_GROUP_ID=0")
+    second = block("main_job.rst", "export REPLICA_GROUP_ID=1")
+    for group in (first, second):
         command = group.rstrip() + f" {' '.join(SMALL)} --steps 24 --data {text}"
         assert "--master-port 29500" in command
         commands.append(command.replace("--master-port 29500", f"--master-port {free_port()}"))

@@ -50,7 +50,7 @@ def _head(results: Results) -> list[str]:
 
 
 def _training(summaries: Sequence[CaseSummary]) -> list[str]:
-    rows = [["Training", "steps", "steps/s", "difference", "loss, gradient norm, weights"]]
+    rows = [["Training", "steps", "steps/s", "pairwise", "loss, gradient norm, weights"]]
     for summary in summaries:
         baseline = summary.case == ORIGINAL
         difference = summary.first_difference

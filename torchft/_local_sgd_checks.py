@@ -58,7 +58,7 @@ def check_step_hooks(optimizer: optim.Optimizer) -> None:
     except AttributeError as error:
         raise ValueError(
             f"optimizer of type {type(optimizer).__name__} has no step hooks ({error}), so no step would "
-            "synchronize: pass the torch.optim.Optimizer that it wraps"
+            "synchronize: pass a torch.optim.Optimizer, of a wrapper the one inside"
         ) from error
 
 

@@ -131,8 +131,8 @@ class LocalSGD(_upstream.LocalSGD):
 
     Raises:
         ValueError: for a ``sync_every`` or window that can't be used, for an optimizer without step hooks,
-            for the quorum settings above, and for parameters that can't be averaged (dtype, device, layout);
-            all of it with staging only.
+            for the quorum settings above, and for parameters that can't be averaged (dtype, device, layout),
+            all of it with staging only; for a window without staging, and for a switch that is no bool.
     """
 
     def __init__(

@@ -278,7 +278,9 @@ class Supervisor:
             self._check_lost()
             if all(other.dying or other.rejoining for other in self._groups):
                 # Those that are back already had nobody to heal from.
-                _print("no group is left to heal from: all go on from their checkpoints, or from the beginning")
+                _print(
+                    "no group is left to heal from: all go on from their checkpoints, or from the beginning"
+                )
             _print(f"starting group {end.group} again")
             self._start(end.group)
 

@@ -101,6 +101,8 @@ def train(options: argparse.Namespace) -> None:
         # The vote waits for the slowest rank of the group, whose all-reduce may have timed out.
         timeout=3 * timeout,
         quorum_timeout=QUORUM_TIMEOUT,
+        # Without it a lighthouse that was started again is not noticed before that.
+        quorum_retries=20,
         replica_id=f"group_{group}",
     )
     if ranks > 1 and rank == 0:
