@@ -97,7 +97,7 @@ def test_optimizer_without_step_hooks(wrapper: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager: Any = Silent()
     wrapped = _StepOnly(optimizer) if wrapper == "step only" else OptimizerWrapper(manager, optimizer)
-    with pytest.raises(ValueError, match=r"optimizer of type .* has no step hooks .*pass the torch\.optim"):
+    with pytest.raises(ValueError, match=r"optimizer of type .* has no step hooks .*pass a torch\.optim"):
         staged(manager, model, wrapped)
 
 

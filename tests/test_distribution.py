@@ -303,6 +303,7 @@ def test_refuses_a_file_that_is_not_torchft(tree: Path, tmp_path: Path) -> None:
     assert said == f"torchft: {other.name} is not a wheel of TorchFT: File is not a zip file."
 
 
+@pytest.mark.slow
 def test_nightly_is_a_base_but_no_neighbour(
     environment: Environment, wheel: Path, tree: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,8 @@ from packaging_environments import Environment, copy_tree, link_dependencies, ru
 
 from torchft import manager
 
-pytestmark = pytest.mark.packaging
+# test_distribution.py tests the same ways to install, each time.
+pytestmark = [pytest.mark.packaging, pytest.mark.slow]
 
 # Builds with what is installed, which is faster. Pip reads this variable the wrong way round.
 QUICK = {"PIP_NO_BUILD_ISOLATION": "0"}

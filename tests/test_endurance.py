@@ -136,7 +136,11 @@ def test_all_that_is_counted_has_a_bound() -> None:
     ("leaks", "grows"),
     [
         (["host tensor"], {"resident", "allocated", "objects"}),
-        (["window", "file", "thread"], {"resident", "allocated", "device", "files", "threads", "objects"}),
+        pytest.param(
+            ["window", "file", "thread"],
+            {"resident", "allocated", "device", "files", "threads", "objects"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["window"], {"resident", "allocated", "device", "objects"}, marks=pytest.mark.slow),
         pytest.param(["object"], {"objects"}, marks=pytest.mark.slow),
         pytest.param(["failure"], {"device", "objects"}, marks=pytest.mark.slow),

@@ -289,6 +289,7 @@ _cli.run_rank(PROG, main)
 """
 
 
+@pytest.mark.slow
 def test_a_slow_rank_costs_a_synchronization_and_no_process(text: str) -> None:
     """The other rank of its group votes at once, and has to wait for longer than an all-reduce may take."""
     job = ["--replicas", "2", *SMALL, "--steps", "8", "--timeout", "3", "--data", text]

@@ -93,7 +93,7 @@ def heal_and_fail(arm: Callable[[Model, OutOfMemoryOnce], None], use_async_quoru
     )
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [pytest.param(RuntimeError, marks=pytest.mark.slow), KeyboardInterrupt])
 def test_half_loaded_state_is_not_spread(error: type[BaseException]) -> None:
     def arm(model: Model, _: OutOfMemoryOnce) -> None:
         model.fail_with = error

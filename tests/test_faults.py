@@ -32,9 +32,6 @@ SECONDS_PER_PLAN = 120
 # these would slow everything down until time-outs fire that are no faults.
 PLANS_PER_PROCESS = 10
 
-# Minutes of time-outs; and under load the count of threads can still differ from the release path's.
-pytestmark = pytest.mark.slow
-
 
 def _carry_out(seeds: list[int]) -> list[dict[str, Any]]:
     """Runs the plans of ``seeds`` in a process of their own; Gloo may abort it."""

@@ -53,6 +53,7 @@ def test_one_rank(one_rank_off: Job, tmp_path: Path) -> None:
     assert given(on) == [{"offload_averaged_parameters_to_cpu": True, "offload_window_mb": 0.5}] * GROUPS
 
 
+@pytest.mark.slow
 def test_two_ranks_and_a_synchronization_each_step(tmp_path: Path) -> None:
     jobs = {}
     for name, flags in {"off": [], "on": [FLAG]}.items():
