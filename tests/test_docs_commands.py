@@ -34,10 +34,11 @@ def here(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert (Path(python).name, m) == ("python", "-m")
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", [module, *arguments])
-    with pytest.raises(SystemExit) as end, warnings.catch_warnings():
+    with warnings.catch_warnings():
         # Of a module that is loaded already. To unload it would leave two of it for the tests that follow.
         warnings.filterwarnings("ignore", "'torchft", RuntimeWarning)
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert not end.value.code
     return capsys.readouterr().out
 
