@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # In the background of a script Ctrl-C is ignored, and would be by all processes that tests start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     problem = _other_code_under_test()
     if problem is not None:
         raise pytest.UsageError(f"{problem}: run `pip install -e '.[dev]'` in {CHECKOUT}")
