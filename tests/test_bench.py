@@ -134,6 +134,7 @@ def test_a_case_that_trains_otherwise_fails_the_run(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["summary"][1]["first_difference"].startswith("first at step 3")
 
 
+@pytest.mark.slow
 def test_nan_in_all_cases_alike_is_no_difference() -> None:
     done = bench("--model", "bench_models:diverging", "--pairs", "1", "--warm-up", "1")
     assert done.returncode == 0, done.stderr

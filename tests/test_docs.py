@@ -74,7 +74,10 @@ def test_batch_script(tmp_path: Path) -> None:
     assert script.startswith("#!/bin/bash\n#SBATCH ")
     (tmp_path / "local_sgd.sbatch").write_text(script)
     srun = 'echo "${REPLICA_GROUP_ID-} $TORCHFT_LIGHTHOUSE $*" >> calls\n'
-    srun += 'case "$*" in *torchft_lighthouse*) exec sleep 100;; *=$BROKEN*) exit 1;; esac'
+    srun += 'case "$*" in *torchft_lighthouse*) exec sleep 100;; esac\n'
+    # A group that ends at once would end the lighthouse before that has written down anything.
+    srun += "until grep -q torchft_lighthouse calls; do sleep 0.01; done\n"
+    srun += 'case "$*" in *=$BROKEN*) exit 1;; esac'
     for name, body in {"scontrol": "printf 'node-a\\nnode-b\\n'", "srun": srun}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)

@@ -239,6 +239,7 @@ def test_the_others_wait_for_a_group_by_default(text: str) -> None:
         job.wait_for(BOTH, after=before)
 
 
+@pytest.mark.slow
 def test_a_group_killed_by_somebody_else_is_started_again(text: str) -> None:
     with Run(*SMALL, "--steps", "160", "--data", text) as job:
         job.wait_for("committed")
