@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
-from packaging_environments import ROOT, Environment, copy_tree, link_dependencies, run
+from packaging_environments import ROOT, Environment, copy_tree, run
 from packaging_wheels import contents, dist_info, headers, record, record_hash, rewrite
 from uv import find_uv_bin
 
@@ -59,16 +59,6 @@ def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> Path:
     return next(built.glob("*.whl"))
-
-
-@pytest.fixture(scope="module")
-def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link_dependencies(tmp_path_factory.mktemp("dependencies") / "site-packages")
-
-
-@pytest.fixture
-def environment(tmp_path: Path, dependencies: Path) -> Environment:
-    return Environment(tmp_path / "environment", dependencies)
 
 
 def build(tree: Path, out: Path, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import block
-from packaging_environments import Environment, copy_tree, link_dependencies, run
+from packaging_environments import Environment, copy_tree, run
 
 from torchft import manager
 
@@ -16,16 +16,6 @@ pytestmark = [pytest.mark.packaging, pytest.mark.slow]
 
 # Builds with what is installed, which is faster. Pip reads this variable the wrong way round.
 QUICK = {"PIP_NO_BUILD_ISOLATION": "0"}
-
-
-@pytest.fixture(scope="module")
-def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link_dependencies(tmp_path_factory.mktemp("dependencies") / "site-packages")
-
-
-@pytest.fixture
-def environment(tmp_path: Path, dependencies: Path) -> Environment:
-    return Environment(tmp_path / "environment", dependencies)
 
 
 @pytest.fixture
