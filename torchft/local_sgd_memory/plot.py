@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Optional
 
 from torchft._staging.units import format_bytes
-from torchft.local_sgd_memory import PeakMemory, StagingMemory
+from torchft.local_sgd_memory.report import PeakMemory, StagingMemory
 
 
 def write_plot(path: str, title: str, report: StagingMemory, peak: Optional[PeakMemory]) -> None:
