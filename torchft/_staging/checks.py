@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from torchft._staging.buffers import local_shard
+from torchft._staging.units import MIB
 from torchft.manager import Manager
-
-MIB = 1024 * 1024
 
 
 def window_bytes(offload_window_mb: Optional[float], offload: bool) -> Optional[int]:
