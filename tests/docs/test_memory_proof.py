@@ -123,7 +123,7 @@ def test_commands_of_the_page(tmp_path: Path) -> None:
             block("memory.rst", "--shards 16 --ranks-per-host 8 --host-memory 1TiB\n"),
             block("memory.rst", "in 723 rounds"),
         ),
-        (block("memory.rst", "--sync-time"), block("memory.rst", "in 17 rounds")),
+        (block("memory.rst", "--entry-memory"), block("memory.rst", "in 17 rounds")),
         (block("memory.rst", "--shards 512"), block("memory.rst", "on the fullest of 512 ranks")),
         (block("memory.rst", "my_model:build"), block("memory.rst", "4.88 GiB  float32")),
     ]

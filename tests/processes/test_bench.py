@@ -154,7 +154,8 @@ def test_a_model_that_fails_is_one_line() -> None:
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last == (
-        "python -m torchft.local_sgd_bench: --model bench_models:failing failed: OSError: no weights here"
+        "python -m torchft.local_sgd_bench: building 'bench_models:failing' failed, OSError: no weights "
+        "here; pass a callable that takes no arguments"
     )
     assert "Traceback" not in done.stderr
 
@@ -193,8 +194,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--model", "rcf"], "--model 'rcf' is unknown; pass rfc, many or MODULE:CALLABLE"),
-        (["--model", "no_such_module:f"], "importing no_such_module failed: ModuleNotFoundError"),
-        (["--model", "bench_models:nothing"], "bench_models has no callable 'nothing'"),
+        (["--model", "no_such_module:f"], "importing 'no_such_module:f' failed, ModuleNotFoundError"),
         (["--window-mb", "0", "--window-mb", "0.0"], "pass every --window-mb once"),
         (["--replicas", "1"], "--replicas 1 leaves nothing to average; pass 2 or more"),
         (["--device", "tpu"], "--device 'tpu' is not available here"),

@@ -16,6 +16,7 @@ from typing import Callable
 import psutil
 import pytest
 
+from torchft._launch.cli import UserError
 from torchft._launch.lighthouse import LighthouseProcess, check_host, check_lighthouse
 from torchft._launch.replicas import Exit, Message, ReplicaFailed, ReplicaGroups
 
@@ -111,6 +112,19 @@ if os.environ["REPLICA_GROUP_ID"] == "1":
     assert message.startswith("group 1 rank 0 failed (exit code 1)\nTraceback")
     assert message.endswith("RuntimeError: the disk is on fire")
     assert "a log line" in exits[1].output
+
+
+def test_a_mistake_that_a_rank_finds_is_its_own_line() -> None:
+    code = (
+        "print('a log line'); print('python -m x.worker: --data: no such file', file=sys.stderr); sys.exit(2)"
+    )
+    with ReplicaGroups(program(code), replicas=1) as groups:
+        groups.start_all()
+        (end,) = groups.events(timeout=60)
+    assert isinstance(end, Exit)
+    with pytest.raises(UserError) as mistake:
+        end.check()
+    assert str(mistake.value) == "--data: no such file"
 
 
 def test_a_group_can_be_killed_and_started_again_with_a_fresh_store() -> None:
