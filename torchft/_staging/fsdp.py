@@ -89,7 +89,7 @@ def _holds_unsharded(handle: Any) -> bool:
     # Set while the module shows unsharded views of a flat parameter that counts as sharded again.
     if getattr(handle, "_unsharded_flat_param_for_skipped_views", None) is not None:
         return True
-    # FSDP1 frees these by making their storage empty, and makes them in the first forward pass; the second one
+    # FSDP1 makes these in the first forward pass and frees them by making their storage empty; the second one
     # is that of mixed precision.
     names = ("_full_param_padded", "_full_prec_full_param_padded")
     full = [getattr(handle.flat_param, name, None) for name in names]

@@ -10,9 +10,6 @@ from itertools import zip_longest
 MIB = 1024**2
 GIB = 1024**3
 
-MIB = 1024**2
-GIB = 1024**3
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # As SLURM, Docker and Kubernetes write sizes: 64G, 64g and 64Gi are 64 GiB. 64GB is decimal.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(|i|iB|B)", re.IGNORECASE)
