@@ -17,7 +17,7 @@ import endurance_worker
 import psutil
 import pytest
 from endurance_worker import BEHIND, COMMITTED, RAISES, REPORTED, SYNCHRONIZATIONS, WARM_UP, Sample, plan
-from test_example import BOTH, SMALL, Run, gone, results
+from job import BOTH, SMALL, Run, gone, results
 
 from torchft._staging.units import MIB
 
