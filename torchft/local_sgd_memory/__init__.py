@@ -18,7 +18,6 @@ The report is made of the same functions that lay out a staged synchronization, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Optional
 
 import torch
