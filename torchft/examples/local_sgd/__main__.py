@@ -66,9 +66,7 @@ def main(argv: Sequence[str]) -> int:
         failure = ""
         try:
             supervisor.run()
-        except ReplicaFailed as error:
-            failure = str(error)
-        except GroupLost as error:
+        except (ReplicaFailed, GroupLost) as error:
             failure = str(error)
     results = supervisor.results
     problems = [failure] if failure else _problems(results, supervisor.kills_left, options)
