@@ -20,7 +20,7 @@ def parser() -> cli.Parser:
     made = cli.Parser(PROG, "Does something.")
     for option in ("--replicas", "--ranks", "--sync-every", "--window-mb", "--device", "--process-group"):
         made.add_common(option)
-    for option in ("--seed", "--lighthouse", "--json", "--plot"):
+    for option in ("--allreduce-to-cpu", "--seed", "--lighthouse", "--json", "--plot"):
         made.add_common(option)
     return made
 
@@ -29,6 +29,8 @@ def test_defaults_are_those_of_the_table_and_a_command_may_have_its_own() -> Non
     options = parser().parse_args([])
     assert (options.replicas, options.ranks, options.window_mb) == (2, 1, None)
     assert (options.device, options.process_group, options.lighthouse) == ("auto", "gloo", None)
+    # on or off, as fits the process group
+    assert options.allreduce_to_cpu is None
     own = cli.Parser(PROG, "Does something.")
     own.add_common("--sync-every", default=99)
     assert own.parse_args([]).sync_every == 99

@@ -102,6 +102,10 @@ _COMMON_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "device memory for parameters in flight while staging, in MiB (default: one parameter at a "
         "time; 0: as many as fit into the largest one's size)",
     },
+    "--allreduce-to-cpu": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "reduce the averages on the host, without device memory for them: host all-reduce",
+    },
     "--device": {
         "default": "auto",
         "metavar": "TYPE",

@@ -104,11 +104,9 @@ class Progress:
             participants=participants,
             milliseconds=milliseconds,
         )
-        try:
-            self._rejections.check()
-        except NothingCommitted as error:
-            self._send(kind="gave_up", rejections=error.rejections)
-            raise
+        if self._rejections.too_many:
+            self._send(kind="gave_up")
+            raise NothingCommitted(reason)
 
     def finished(self, model: nn.Module, validation_loss: float) -> None:
         """Training is over.

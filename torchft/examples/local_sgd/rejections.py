@@ -18,14 +18,12 @@ class NothingCommitted(Exception):
     """Too many synchronizations in a row were rejected; the message says why.
 
     Args:
-        rejections: how many.
         reason: of the last one, if it is known.
     """
 
-    def __init__(self, rejections: int, reason: Optional[str]) -> None:
-        self.rejections = rejections
+    def __init__(self, reason: Optional[str]) -> None:
         why = reason or "another rank of the group could not take part"
-        super().__init__(f"{rejections} synchronizations in a row were rejected: {why}")
+        super().__init__(f"{_LIMIT} synchronizations in a row were rejected: {why}")
 
 
 class Rejections:
@@ -62,7 +60,7 @@ class Rejections:
                 error = failure.original_exception
                 self.reason = " ".join(str(error).split()) or type(error).__name__
 
-    def check(self) -> None:
-        """Raises NothingCommitted when there were too many in a row."""
-        if self._in_a_row >= _LIMIT:
-            raise NothingCommitted(self._in_a_row, self.reason)
+    @property
+    def too_many(self) -> bool:
+        """Whether it is time to give up."""
+        return self._in_a_row >= _LIMIT

@@ -167,8 +167,7 @@ class Supervisor:
             # The rank that could not take part knows why; the others of its group only that one could not.
             group.reason = None if fields["committed"] else fields["reason"] or group.reason
         if kind == "gave_up":
-            error = NothingCommitted(fields["rejections"], group.reason)
-            raise GroupLost(f"group {message.group} gave up: {error}")
+            raise GroupLost(f"group {message.group} gave up: {NothingCommitted(group.reason)}")
         if message.rank != 0:
             return
         if kind == "begin" and math.isnan(self.results.validation_before):

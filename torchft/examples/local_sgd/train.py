@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from torchft._launch import cli
+from torchft._launch import cli, replicas
 from torchft.examples.local_sgd.checkpoint import Checkpoint
 from torchft.examples.local_sgd.data import Corpus, read_text
 from torchft.examples.local_sgd.environment import check_environment
@@ -135,6 +135,7 @@ def train(options: argparse.Namespace) -> None:
         options.sync_every,
         options.offload_averaged_parameters_to_cpu,
         offload_window_mb=options.window_mb,
+        offload_allreduce_to_cpu=options.allreduce_to_cpu,
     ) as local_sgd:
         while manager.current_step() < commits:
             commit, healed_at = manager.current_step(), None
@@ -262,8 +263,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     check_training_options(options)
     check_environment(options.replicas)
-    group = os.environ["REPLICA_GROUP_ID"]
-    logging.basicConfig(format=f"[group {group} rank {os.environ['RANK']}] %(message)s")
+    # the launcher names its ranks itself
+    name = (
+        "" if replicas.attached() else f"[group {os.environ['REPLICA_GROUP_ID']} rank {os.environ['RANK']}] "
+    )
+    logging.basicConfig(format=name + "%(message)s")
     logging.getLogger("torchft.local_sgd").setLevel(logging.INFO)
     try:
         train(options)
