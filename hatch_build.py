@@ -122,10 +122,11 @@ def download(what: list[str], name: str, folder: Path) -> Path:
             f"pip got a wheel with sha256 {mismatch[1]}, which upstream.txt does not pin: a damaged download"
             " (try again with PIP_NO_CACHE_DIR=1) or a wheel that is not the release (do not install it)."
         )
+    errors = re.findall("ERROR: (.*)", pip.stdout) or pip.stdout.splitlines()[-1:]
     raise refuse(
         f"pip cannot download {name} for this Python ({next(sys_tags())}): no network, or neither the package"
         " index nor PIP_FIND_LINKS has such a wheel. Set PIP_INDEX_URL to an index that has it, or"
-        f" PIP_FIND_LINKS to the absolute path of a folder that does. pip said: {reason(pip)}"
+        f" PIP_FIND_LINKS to the absolute path of a folder that does. pip said: {errors[0]}"
     )
 
 
@@ -138,7 +139,7 @@ def index_settings() -> dict[str, str]:
     named = os.environ.get("PIP_CONFIG_FILE", "")
     listed = run_pip({"PIP_CONFIG_FILE": named, "PIP_QUIET": "0"}, "config", "list", "--verbose")
     if listed.returncode != 0:
-        raise refuse(f"pip cannot read its configuration. pip said: {reason(listed)}")
+        raise refuse(f"`python -m pip config list` fails: {' '.join(listed.stdout.split())}")
     files = re.findall("will try loading '(.*)'", listed.stdout)
     files.sort(key=lambda file: file == named)  # what it says counts most; pip before 24 lists it first
     parser = RawConfigParser()
@@ -162,11 +163,6 @@ def run_pip(settings: dict[str, str], *arguments: str) -> subprocess.CompletedPr
         encoding="utf-8",
         errors="replace",
     )
-
-
-def reason(pip: subprocess.CompletedProcess[str]) -> str:
-    lines = pip.stdout.strip().splitlines() or [f"exit code {pip.returncode}"]
-    return next((line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")), lines[-1])
 
 
 def unpack(wheel: Path, folder: Path) -> None:
