@@ -44,10 +44,11 @@ def from_disk(release: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with an sdist, and with the wheel that was built from it in isolation, from the index."""
+def built(tree: Path, from_disk: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with an sdist, and with the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
-    run(sys.executable, "-m", "build", "--outdir", folder, tree, cwd=folder)
+    command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree)
+    run(*command, cwd=folder, variables=from_disk)
     return folder
 
 

@@ -82,8 +82,10 @@ class Environment:
     def pip(
         self, *arguments: object, check: bool = True, variables: Variables = NONE
     ) -> subprocess.CompletedProcess[str]:
-        command = (sys.executable, "-m", "pip", "--python", self.executable, *arguments)
-        return run(*command, cwd=self.folder, check=check, variables=variables)
+        # pip is one of the dependencies that are linked.
+        return run(
+            self.executable, "-m", "pip", *arguments, cwd=self.folder, check=check, variables=variables
+        )
 
     def install(
         self, *what: object, check: bool = True, variables: Variables = NONE
