@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures CPU staging on the CPUs of this machine, about ten minutes on two cores with nothing else to do:
+# Measures CPU staging on the CPUs of this machine, about five minutes on two cores with nothing else to do:
 #
 #     bash benchmarks/cpu.sh
 #
@@ -16,5 +16,3 @@ bench() {
 
 bench cpu-rfc.json --model rfc --pairs 30 --window-mb 0 --window-mb 155
 bench cpu-many.json --model many --pairs 30 --window-mb 0 --window-mb 8
-bench cpu-rfc-buffers.json --model rfc --window-mb 0 --host-buffers kept --host-buffers huge-pages
-THP_MEM_ALLOC_ENABLE=1 bench cpu-rfc-thp.json --model rfc --window-mb 0 --host-buffers kept

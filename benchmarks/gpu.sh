@@ -4,8 +4,7 @@
 #     bash benchmarks/gpu.sh FOLDER
 #
 # Runs the tests that need CUDA, then the bench with two replica processes on the one GPU, over Gloo: the RFC's
-# sizes, half a gigabyte and two gigabytes, with host buffers pageable and pinned, fresh and kept. FOLDER gets the
-# JSON files, plots and tables. PYTHON is the interpreter with the installed package (default: python).
+# sizes, half a gigabyte and two gigabytes. FOLDER gets the JSON files, plots and tables. PYTHON is the interpreter with the installed package (default: python).
 set -uo pipefail
 [ $# -eq 1 ] || { echo "usage: bash benchmarks/gpu.sh FOLDER" >&2; exit 2; }
 mkdir -p "$1" || exit 2
@@ -21,7 +20,7 @@ export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} PYTHONPATH=benchmarks${PY
 failed=0
 
 echo "== tests that need CUDA"
-timeout --signal=INT --kill-after=10 80 "$python" -m pytest -q -rA tests/test_memory_replicas.py \
+timeout --signal=INT --kill-after=10 80 "$python" -m pytest -q -rA tests/processes/test_memory_replicas.py \
   -k cuda 2>&1 | tee "$out/tests.txt" || failed=1
 
 bench() {
@@ -35,9 +34,8 @@ bench() {
     || "$python" -m torchft.local_sgd_bench --from-json "$out/$name.json" --plot "$out/$name.png" > /dev/null || true
 }
 
-buffers=(--host-buffers kept --host-buffers pinned --host-buffers kept-pinned)
-bench gpu-rfc 80 --model rfc --window-mb 0 --window-mb 155 "${buffers[@]}"
-bench gpu-half 100 --model gpu_models:half_gigabyte --pairs 10 --window-mb 0 --window-mb 256 "${buffers[@]}"
-bench gpu-two 80 --model gpu_models:two_gigabytes --pairs 4 --window-mb 0 "${buffers[@]}"
+bench gpu-rfc 80 --model rfc --window-mb 0 --window-mb 155
+bench gpu-half 100 --model gpu_models:half_gigabyte --pairs 10 --window-mb 0 --window-mb 256
+bench gpu-two 80 --model gpu_models:two_gigabytes --pairs 4 --window-mb 0
 
 exit $failed

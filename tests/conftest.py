@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from packaging_environments import Environment, link_dependencies
+from places import ROOT
 
 # The Lighthouse and Managers log every request otherwise; read when torchft is imported.
 os.environ.setdefault("RUST_LOG", "warn")
-
-CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     problem = _other_code_under_test()
     if problem is not None:
-        raise pytest.UsageError(f"{problem}: run `pip install -e '.[dev]'` in {CHECKOUT}")
+        raise pytest.UsageError(f"{problem}: run `pip install -e '.[dev]'` in {ROOT}")
 
 
 def _other_code_under_test() -> str | None:
@@ -47,7 +46,7 @@ def _other_code_under_test() -> str | None:
         return f"torchft.local_sgd can't be imported ({error})"
     # An editable install runs the checkout's file; its code objects carry that file's name.
     source = local_sgd.LocalSGD.sync.__code__.co_filename
-    if Path(source).resolve() != CHECKOUT / "torchft" / "local_sgd.py":
+    if Path(source).resolve() != ROOT / "torchft" / "local_sgd.py":
         return f"torchft.local_sgd comes from {source}, not from this checkout"
     return None
 

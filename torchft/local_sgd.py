@@ -24,8 +24,7 @@ from torchft._distribution_check import check_distribution
 check_distribution()
 
 from torchft import _upstream_local_sgd as _upstream  # noqa: E402
-from torchft._host_memory import host_shortage  # noqa: E402
-from torchft._local_sgd_buffers import (  # noqa: E402
+from torchft._staging.buffers import (  # noqa: E402
     ShardLayout,
     StagingBuffers,
     host_bytes,
@@ -33,7 +32,7 @@ from torchft._local_sgd_buffers import (  # noqa: E402
     plan_rounds,
     window_sizes,
 )
-from torchft._local_sgd_checks import (  # noqa: E402
+from torchft._staging.checks import (  # noqa: E402
     check_parameters,
     check_quorum_mode,
     check_ready,
@@ -42,7 +41,8 @@ from torchft._local_sgd_checks import (  # noqa: E402
     mesh_dimensions,
     window_bytes,
 )
-from torchft._memory_format import format_bytes  # noqa: E402
+from torchft._staging.host_memory import host_shortage  # noqa: E402
+from torchft._staging.units import format_bytes  # noqa: E402
 from torchft._upstream_local_sgd import DiLoCo, extract_local_tensor  # noqa: E402
 from torchft.manager import Manager  # noqa: E402
 

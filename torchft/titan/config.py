@@ -7,7 +7,7 @@ from typing import Optional
 
 from torchtitan.experiments.torchft.config import FaultTolerance as TitanFaultTolerance
 
-from torchft._local_sgd_checks import window_bytes
+from torchft._staging.checks import window_bytes
 
 
 # TorchTitan's Configurable.Config demands both arguments.

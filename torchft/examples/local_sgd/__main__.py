@@ -13,8 +13,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from torchft import _cli
-from torchft._replicas import ReplicaFailed, ReplicaGroups
+from torchft._launch import cli
+from torchft._launch.replicas import ReplicaFailed, ReplicaGroups
 from torchft.examples.local_sgd.data import Corpus, read_text
 from torchft.examples.local_sgd.options import add_training_options, as_arguments, check_training_options
 from torchft.examples.local_sgd.supervisor import GroupLost, Results, Supervisor
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             on_output=_Echo() if options.verbose else None,
         )
     except ValueError as error:
-        raise _cli.UserError(str(error)) from None
+        raise cli.UserError(str(error)) from None
     with groups:
         staging = "on" if options.offload_averaged_parameters_to_cpu else "off"
         print(
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         except ReplicaFailed as error:
             if error.exit.returncode == 2:
                 # the user's mistake, found by a rank: its own line says it all
-                raise _cli.UserError(error.exit.output[-1].partition(": ")[2]) from None
+                raise cli.UserError(error.exit.output[-1].partition(": ")[2]) from None
             failure = str(error)
         except GroupLost as error:
             failure = str(error)
@@ -78,14 +78,14 @@ def main(argv: Sequence[str]) -> int:
     if not failure:
         _print_summary(results, options)
     if options.json is not None:
-        _cli.write_json(options.json, _as_json(results, options, problems))
+        cli.write_json(options.json, _as_json(results, options, problems))
     if problems:
         print("\n".join(problems), file=sys.stderr, flush=True)
     return 1 if problems else 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _cli.Parser(
+    parser = cli.Parser(
         PROG,
         "Fault-tolerant LocalSGD training of a small byte-level language model on real text, on this "
         "machine. Starts its own lighthouse and the replica groups.",
@@ -94,7 +94,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_common("--ranks")
     parser.add_argument(
         "--kill-replica-at-step",
-        type=_cli.positive_int,
+        type=cli.positive_int,
         action="append",
         default=[],
         metavar="N",
@@ -108,21 +108,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     check_training_options(options)
-    _cli.check_output_file("--json", options.json)
+    cli.check_output_file("--json", options.json)
     for step in options.kill_replica_at_step:
         if step >= options.steps:
-            raise _cli.UserError(
+            raise cli.UserError(
                 f"--kill-replica-at-step {step} is not before the last step; pass 1 to {options.steps - 1}"
             )
     if options.kill_replica_at_step and options.replicas < 2:
-        raise _cli.UserError("--kill-replica-at-step needs a peer to heal from; pass --replicas 2 or more")
-    device = _cli.resolve_device(options.device)
+        raise cli.UserError("--kill-replica-at-step needs a peer to heal from; pass --replicas 2 or more")
+    device = cli.resolve_device(options.device)
     options.device = device.type
-    _cli.check_nccl(options.process_group, device, options.replicas * options.ranks)
+    cli.check_nccl(options.process_group, device, options.replicas * options.ranks)
     # The same checks as in every rank, here first: one line instead of one per rank.
     text = read_text(options.data)
     Corpus(text, 0, options.replicas * options.ranks, options.sequence_length)
-    options.lighthouse = _cli.resolve_lighthouse(options.lighthouse)
+    options.lighthouse = cli.resolve_lighthouse(options.lighthouse)
     return options
 
 
@@ -188,4 +188,4 @@ def _as_json(results: Results, options: argparse.Namespace, problems: list[str])
 
 
 if __name__ == "__main__":
-    sys.exit(_cli.run(PROG, main))
+    sys.exit(cli.run(PROG, main))

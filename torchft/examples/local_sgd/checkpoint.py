@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from torchft._cli import UserError
+from torchft._launch.cli import UserError
 from torchft.manager import Manager
 
 __all__ = ["Checkpoint"]

@@ -12,7 +12,7 @@ from typing import Optional
 
 import torch
 
-from torchft._cli import UserError
+from torchft._launch.cli import UserError
 
 __all__ = ["Corpus", "read_text"]
 

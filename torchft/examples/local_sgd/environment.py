@@ -9,7 +9,7 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from torchft._cli import LIGHTHOUSE_ENV, UserError
+from torchft._launch.cli import LIGHTHOUSE_ENV, UserError
 
 __all__ = ["check_environment"]
 

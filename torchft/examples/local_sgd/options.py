@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from torchft._cli import Parser, UserError, positive_float, positive_int
+from torchft._launch.cli import Parser, UserError, positive_float, positive_int
 
 __all__ = ["add_training_options", "as_arguments", "check_training_options"]
 

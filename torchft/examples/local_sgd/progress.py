@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchft import _replicas
+from torchft._launch import replicas
 from torchft.manager import Manager
 
 __all__ = ["Progress"]
@@ -26,7 +26,7 @@ class Progress:
     """
 
     def __init__(self, group: int, rank: int) -> None:
-        self._launched = _replicas.attached()
+        self._launched = replicas.attached()
         self._prints = rank == 0 and not self._launched
         self._group = group
 
@@ -114,7 +114,7 @@ class Progress:
 
     def _send(self, **fields: object) -> None:
         if self._launched:
-            _replicas.send(**fields)
+            replicas.send(**fields)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

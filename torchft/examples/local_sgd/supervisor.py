@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from torchft._replicas import Exit, Message, ReplicaGroups
+from torchft._launch.replicas import Exit, Message, ReplicaGroups
 
 __all__ = ["GroupLost", "Results", "Supervisor"]
 

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from torchft import _cli
+from torchft._launch import cli
 from torchft.examples.local_sgd.checkpoint import Checkpoint
 from torchft.examples.local_sgd.data import Corpus, read_text
 from torchft.examples.local_sgd.environment import check_environment
@@ -177,7 +177,7 @@ def pick_device(name: str) -> torch.device:
     Args:
         name: ``auto`` or a device type.
     """
-    device = _cli.resolve_device(name)
+    device = cli.resolve_device(name)
     if device.type == "cpu":
         return device
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
@@ -251,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0.
     """
-    parser = _cli.Parser(PROG, "LocalSGD training of one rank, under torchrun or the launcher.")
+    parser = cli.Parser(PROG, "LocalSGD training of one rank, under torchrun or the launcher.")
     add_training_options(parser)
     options = parser.parse_args(argv)
     check_training_options(options)
@@ -264,4 +264,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    _cli.run_rank(PROG, main)
+    cli.run_rank(PROG, main)

@@ -1,0 +1,143 @@
+"""The memory of the real LocalSGD at the size of real models is what the report and its page say."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import model_shapes
+import pytest
+import torch
+from docs_blocks import block
+from places import ROOT
+
+from torchft.local_sgd_memory import staging_memory
+
+
+@pytest.mark.parametrize("name", model_shapes.PUBLISHED_TOTALS)
+def test_shapes_add_up_to_the_published_totals(name: str) -> None:
+    with torch.device("meta"):
+        model = getattr(model_shapes, name)()
+    total = model_shapes.PUBLISHED_TOTALS[name]
+    assert sum(parameter.numel() for parameter in model.parameters()) == total
+    assert f"{total:,} parameters" in str(staging_memory(model))
+
+
+# Of the table: Llama 3 8B unsharded, and on 8 ranks with a window; with --slow 405B on 512 ranks and
+# DeepSeek-V3 on 64, too.
+@pytest.fixture(scope="module", params=[(0, 13), pytest.param((9, 11), marks=pytest.mark.slow)], ids=str)
+def proof(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, Any]]:
+    """Some rows of the table, by their number."""
+    path = tmp_path_factory.mktemp("proof") / "proof.json"
+    cases = [option for number in request.param for option in ("--case", str(number))]
+    python, program = block("memory.rst", "memory_proof.py").split()
+    assert python == "python"
+    # A process of its own, which has the only simulated device and process group that there may be.
+    finished = subprocess.run(
+        [sys.executable, program, *cases, "--json", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = json.loads(path.read_text())
+    assert len(rows) == len(request.param)
+    return dict(zip(request.param, rows))
+
+
+def test_tracked_memory_is_the_reported_one(proof: dict[int, dict[str, Any]]) -> None:
+    for case in proof.values():
+        original, staged = case["reported_device"]
+        host = case["reported_host"]
+        assert case["original"] == tracked(original, 0), case["row"]
+        assert case["staged"] == tracked(staged, host), case["row"]
+        assert case["rejected"] == tracked(staged, host), case["row"]
+        assert host == original
+        assert staged < original / 3
+
+
+def tracked(device: int, host: int) -> dict[str, int]:
+    return {"device_peak": device, "host_peak": host, "device_left": 0, "host_left": 0}
+
+
+def test_known_figures(proof: dict[int, dict[str, Any]]) -> None:
+    """By hand: float32, the largest parameter is the token embedding."""
+    if 0 in proof:
+        assert proof[0]["parameters"] == 8_030_261_248
+        assert proof[0]["original"]["device_peak"] == 4 * 8_030_261_248
+        assert proof[0]["staged"]["device_peak"] == 4 * 128_256 * 4096
+        assert 1000 < proof[13]["staged"]["device_peak"] / 1024**2 <= 1024
+    else:
+        assert proof[9]["parameters"] == 405_853_388_800
+        # 128,256 rows are 250.5 per rank, 251 on the first; the norms of 16,384 come out even.
+        assert proof[9]["staged"]["device_peak"] == 4 * 251 * 16_384
+        assert proof[11]["parameters"] == 671_026_419_200
+        # 4 of 256 experts, of which three tensors hold all: 2048 x 7168 each.
+        assert proof[11]["staged"]["device_peak"] == 4 * 4 * 2048 * 7168
+
+
+def test_table_of_the_page(proof: dict[int, dict[str, Any]]) -> None:
+    rows = block("memory.rst", "as reported").splitlines()
+    assert len(rows) == 1 + 14
+    for number, case in proof.items():
+        assert rows[1 + number] == case["row"].rstrip()
+    assert all(row.endswith(" yes") for row in rows[1:])
+
+
+def test_readme_has_rows_of_the_table() -> None:
+    rows = [row.split() for row in block("memory.rst", "as reported").splitlines()]
+    readme = (ROOT / "README.md").read_text()
+    for name, ranks, label in [
+        ("Llama 3 8B", "1", "Llama 3 8B on one rank"),
+        ("Llama 3 8B", "8", "Llama 3 8B, FSDP2 over 8"),
+        ("Llama 3 70B", "64", "Llama 3 70B, FSDP2 over 64"),
+    ]:
+        (row,) = (row for row in rows if row[:5] == [*name.split(), ranks, "M"])
+        without, staged, host = (" ".join(row[at : at + 2]) for at in (5, 7, 9))
+        assert f"| {label} | {without} | {staged} | {host} |" in readme
+
+
+def test_worked_example_is_that_of_the_report() -> None:
+    report = " ".join(block("memory.rst", "in 723 rounds").split())
+    page = " ".join((ROOT / "docs" / "source" / "local_sgd.rst").read_text().split())
+    assert "16 = 16.43 GiB, and M = 128,256 x 8,192 x 4 bytes / 16 = 250.50 MiB" in page
+    assert "S, all of a rank 16.43 GiB float32 M, the largest 250.50 MiB" in report
+    assert "8 x 16.43 = 131.4 GiB" in page
+    assert "8 ranks per host 131.42 GiB" in report
+    assert "2 x 16.43 = 32.9 GiB" in page
+    assert "committed 32.85 GiB" in report
+
+
+def test_commands_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(block("memory.rst", "def build"))
+    reports = [
+        (
+            block("memory.rst", "--shards 16 --ranks-per-host 8 --host-memory 1TiB\n"),
+            block("memory.rst", "in 723 rounds"),
+        ),
+        (block("memory.rst", "--sync-time"), block("memory.rst", "in 17 rounds")),
+        (block("memory.rst", "--shards 512"), block("memory.rst", "on the fullest of 512 ranks")),
+        (block("memory.rst", "my_model:build"), block("memory.rst", "4.88 GiB  float32")),
+    ]
+    for command, report in reports:
+        words = shlex.split(command.replace("\\\n", " "))
+        assert words[0] == "PYTHONPATH=benchmarks"
+        assert words[1:4] == ["python", "-m", "torchft.local_sgd_memory"]
+        finished = subprocess.run(
+            [sys.executable, *words[2:]],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"benchmarks{os.pathsep}{tmp_path}", "LOCAL_WORLD_SIZE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert finished.stderr == ""
+        assert finished.stdout == report

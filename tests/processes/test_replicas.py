@@ -1,0 +1,279 @@
+"""Replica groups as processes: what they get, what is heard of them, and that none is left behind."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Callable
+
+import psutil
+import pytest
+
+from torchft._launch.lighthouse import LighthouseProcess, check_host, check_lighthouse
+from torchft._launch.replicas import Exit, Message, ReplicaFailed, ReplicaGroups
+
+# As torchft._launch.replicas.send() does, without the seconds that importing PyTorch takes.
+SEND = """
+import json, os, signal, subprocess, sys, time
+def send(**fields):
+    os.write(int(os.environ["_TORCHFT_REPLICAS_FD"]), (json.dumps(fields) + "\\n").encode())
+"""
+
+
+def program(code: str) -> list[str]:
+    return ["-c", SEND + code]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_every_rank_gets_the_environment_of_torchrun() -> None:
+    code = "send(**{name: os.environ.get(name) for name in sys.argv[1].split(',')}, argv=sys.argv)"
+    names = (
+        "RANK,WORLD_SIZE,LOCAL_RANK,LOCAL_WORLD_SIZE,MASTER_PORT,REPLICA_GROUP_ID,NUM_REPLICA_GROUPS,"
+        "TORCHFT_LIGHTHOUSE,OMP_NUM_THREADS,EXTRA,no_proxy"
+    )
+    with ReplicaGroups([*program(code), names], replicas=2, ranks=2, env={"EXTRA": "yes"}) as groups:
+        groups.start_all()
+        events = list(groups.events(timeout=60))
+        lighthouse = groups.lighthouse
+    messages = {(event.group, event.rank): event.fields for event in events if isinstance(event, Message)}
+    assert sorted(messages) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for (group, rank), fields in messages.items():
+        assert (fields["RANK"], fields["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (fields["WORLD_SIZE"], fields["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert (fields["REPLICA_GROUP_ID"], fields["NUM_REPLICA_GROUPS"]) == (str(group), "2")
+        assert (fields["TORCHFT_LIGHTHOUSE"], fields["EXTRA"]) == (lighthouse, "yes")
+        assert int(fields["OMP_NUM_THREADS"]) >= 1
+        assert socket.gethostname() in fields["no_proxy"].split(",")
+        assert fields["argv"] == ["-c", names] or fields["argv"][1:] == [names]
+    ports = {group: {messages[group, rank]["MASTER_PORT"] for rank in (0, 1)} for group in (0, 1)}
+    assert len(ports[0]) == len(ports[1]) == 1
+    assert ports[0] != ports[1]
+    exits = [event for event in events if isinstance(event, Exit)]
+    assert [end.returncode for end in exits] == [0, 0, 0, 0]
+
+
+def test_ranks_share_the_store_of_their_group_and_reach_their_parent() -> None:
+    code = """
+import os
+import torch
+import torch.distributed as dist
+from torchft._launch import replicas
+dist.init_process_group("gloo")
+total = torch.tensor([10.0 * int(os.environ["REPLICA_GROUP_ID"]) + dist.get_rank()])
+dist.all_reduce(total)
+replicas.send(attached=replicas.attached(), total=total.item())
+dist.destroy_process_group()
+"""
+    with ReplicaGroups(["-c", code], replicas=2, ranks=2) as groups:
+        groups.start_all()
+        events = list(groups.events(timeout=120))
+    for event in events:
+        if isinstance(event, Exit):
+            event.check()
+    totals = {(event.group, event.rank): event.fields for event in events if isinstance(event, Message)}
+    expected = {0: {"attached": True, "total": 1.0}, 1: {"attached": True, "total": 21.0}}
+    assert totals == {(group, rank): expected[group] for group in (0, 1) for rank in (0, 1)}
+
+
+def test_a_failure_has_group_rank_and_traceback() -> None:
+    code = """
+print("a log line")
+if os.environ["REPLICA_GROUP_ID"] == "1":
+    raise RuntimeError("the disk is on fire")
+"""
+    with ReplicaGroups(program(code), replicas=2) as groups:
+        groups.start_all()
+        exits = {event.group: event for event in groups.events(timeout=60) if isinstance(event, Exit)}
+    exits[0].check()
+    with pytest.raises(ReplicaFailed) as failure:
+        exits[1].check()
+    message = str(failure.value)
+    assert message.startswith("group 1 rank 0 failed (exit code 1)\nTraceback")
+    assert message.endswith("RuntimeError: the disk is on fire")
+    assert "a log line" in exits[1].output
+
+
+def test_a_group_can_be_killed_and_started_again_with_a_fresh_store() -> None:
+    code = """
+send(port=os.environ["MASTER_PORT"])
+if os.environ["REPLICA_GROUP_ID"] == "1":
+    time.sleep(60)
+"""
+    ports: list[str] = []
+    with ReplicaGroups(program(code), replicas=2) as groups:
+        groups.start_all()
+        for event in groups.events(timeout=60):
+            if isinstance(event, Message) and event.group == 1:
+                assert event.start == len(ports)
+                ports.append(event.fields["port"])
+                groups.kill(1)
+            elif isinstance(event, Exit) and event.group == 1:
+                assert (event.returncode, event.killed) == (-signal.SIGKILL, True)
+                event.check()
+                if event.start == 0:
+                    assert groups.start(1) == 1
+    assert len(set(ports)) == 2
+
+
+def test_a_signal_from_elsewhere_is_a_failure() -> None:
+    with ReplicaGroups(program("os.kill(os.getpid(), signal.SIGKILL)"), replicas=1) as groups:
+        groups.start_all()
+        (end,) = groups.events(timeout=60)
+    assert isinstance(end, Exit)
+    with pytest.raises(ReplicaFailed, match="SIGKILL"):
+        end.check()
+
+
+def test_silence_is_noticed() -> None:
+    with ReplicaGroups(program("time.sleep(60)"), replicas=1) as groups:
+        groups.start_all()
+        with pytest.raises(TimeoutError, match=r"0\.2 seconds"):
+            list(groups.events(timeout=0.2))
+
+
+def test_output_is_passed_on_line_by_line() -> None:
+    lines: list[tuple[int, int, str]] = []
+    code = "print('out'); print('err', file=sys.stderr)"
+    with ReplicaGroups(program(code), replicas=1, on_output=lambda *line: lines.append(line)) as groups:
+        groups.start_all()
+        list(groups.events(timeout=60))
+    assert sorted(lines) == [(0, 0, "err"), (0, 0, "out")]
+
+
+# A rank that ignores SIGTERM and has a child of its own, which does so too.
+STUBBORN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+send(pids=[os.getpid(), child.pid])
+time.sleep(600)
+"""
+
+
+def test_leaving_the_context_ends_everything() -> None:
+    with ReplicaGroups(program(STUBBORN), replicas=2) as groups:
+        groups.start_all()
+        pids: list[int] = []
+        for event in groups.events(timeout=60):
+            assert isinstance(event, Message)
+            pids += event.fields["pids"]
+            if len(pids) == 4:
+                break
+        lighthouse = groups.lighthouse
+        check_lighthouse(lighthouse)
+        assert all(running(pid) for pid in pids)
+    wait_until(lambda: not any(running(pid) for pid in pids))
+    with pytest.raises(ValueError, match="no lighthouse answers"):
+        check_lighthouse(lighthouse)
+
+
+def test_nothing_survives_a_sigkill_of_the_parent() -> None:
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import json, sys\n"
+            "from torchft._launch.replicas import ReplicaGroups\n"
+            "groups = ReplicaGroups(['-c', sys.argv[1]], replicas=2)\n"
+            "groups.start_all()\n"
+            "print(groups._own_lighthouse.pid, flush=True)\n"
+            "for event in groups.events(): print(json.dumps(event.fields['pids']), flush=True)\n",
+            SEND + STUBBORN,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline())]
+        pids += [pid for _ in range(2) for pid in json.loads(parent.stdout.readline())]
+        assert len(pids) == 5
+        assert all(running(pid) for pid in pids)
+    finally:
+        parent.kill()
+        parent.communicate(timeout=20)
+    wait_until(lambda: not any(running(pid) for pid in pids))
+
+
+def test_a_lighthouse_is_told_from_other_servers() -> None:
+    with LighthouseProcess(min_replicas=1) as lighthouse:
+        check_lighthouse(lighthouse.address)
+    with http.server.HTTPServer(("localhost", 0), http.server.SimpleHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(ValueError, match="no lighthouse"):
+                check_lighthouse(f"http://localhost:{other.server_port}")
+        finally:
+            other.shutdown()
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:29510", "http://localhost", "http://x:port", "http://[::1", "", "grpc://a:1"]
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"pass http://HOST:PORT"):
+        check_lighthouse(url)
+
+
+def test_a_lighthouse_that_cannot_start_says_why() -> None:
+    with LighthouseProcess(min_replicas=1) as lighthouse:
+        port = int(lighthouse.address.rpartition(":")[2])
+        with pytest.raises(RuntimeError, match="the lighthouse did not start"):
+            LighthouseProcess(min_replicas=1, port=port)
+
+
+def test_a_proxy_is_not_asked_for_the_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://localhost:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with LighthouseProcess(min_replicas=1) as lighthouse:
+        check_lighthouse(lighthouse.address)
+
+
+def test_a_machine_without_a_name_is_refused() -> None:
+    check_host()
+    with pytest.raises(ValueError, match="does not resolve"):
+        check_host("no-such-host.invalid")
+
+
+def test_a_machine_without_ipv6_sockets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Switching IPv6 off for real takes a reboot.
+    def no_ipv6(*args: object) -> socket.socket:
+        raise OSError("Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", no_ipv6)
+    with pytest.raises(ValueError, match="IPv6 sockets are off"):
+        check_host("localhost")
+
+
+def test_pipes_and_processes_do_not_pile_up() -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with ReplicaGroups(program("pass"), replicas=1) as groups:
+        groups.start(0)
+        list(groups.events(timeout=60))
+        before = open_files()
+        for _ in range(5):
+            groups.start(0)
+            list(groups.events(timeout=60))
+        # The store of the last start is open, then as now.
+        assert open_files() == before

@@ -1,0 +1,126 @@
+"""The page about TorchTitan: its job runs, its code works, its numbers are right."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pytest
+
+if sys.version_info < (3, 11):
+    pytest.skip("TorchTitan needs Python 3.11", allow_module_level=True)
+else:
+    pytest.register_assert_rewrite("titan_jobs")
+
+import torch
+from docs_blocks import block, check_shown
+from places import ROOT, SUPPORT
+from titan_configs import write_tokenizer
+from titan_jobs import GROUPS, LIMIT, check_trained, finish, records
+from torchtitan.config import ConfigManager
+
+from torchft._launch import child_process
+from torchft._launch.lighthouse import LighthouseProcess
+from torchft.titan.trainer import FaultTolerantTrainer
+
+MIB = 1024 * 1024
+
+
+def torchrun(text: str, **variables: str) -> list[str]:
+    """The arguments of the block's torchrun, with its variables put in."""
+    (command,) = (line for line in text.replace("\\\n", " ").splitlines() if line.startswith("torchrun "))
+    return shlex.split(Template(command).substitute(variables))[1:]
+
+
+def test_documented_flags_exist() -> None:
+    arguments = torchrun(block("titan.rst", "torchrun"), GROUP="0")
+    config = ConfigManager().parse_args(arguments[arguments.index("torchtitan.train") + 1 :])
+    assert isinstance(config, FaultTolerantTrainer.Config)
+    assert config.fault_tolerance.local_sgd_offload_to_cpu
+    assert config.fault_tolerance.semi_sync_method == "local_sgd"
+    assert block("titan.rst", "torchft_lighthouse") == f"torchft_lighthouse --min_replicas {GROUPS}\n"
+
+
+@pytest.mark.timeout(LIMIT + 60)
+def test_documented_job(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    processes: dict[Path, subprocess.Popen[bytes]] = {}
+    # What a machine without GPUs and without TorchTitan's assets needs instead.
+    instead = {
+        "torchtitan.train": "titan_launcher",
+        "torchft.titan": "titan_configs",
+        "llama3_torchft_debugmodel": "staging",
+        "assets/tokenizer": str(tmp_path),
+        "c4_test": "tiny",
+        "outputs": str(tmp_path / "outputs"),
+    }
+    with ExitStack() as stack:
+        lighthouse = stack.enter_context(LighthouseProcess(min_replicas=GROUPS))
+        # torchrun ends its ranks when it is asked to; one that is killed leaves them to themselves.
+        stack.callback(lambda: child_process.stop(list(processes.values()), grace=40))
+        for group in range(GROUPS):
+            name = tmp_path / f"group{group}"
+            arguments = torchrun(block("titan.rst", "torchrun"), GROUP=str(group))
+            processes[name] = child_process.spawn(
+                [
+                    *["-m", "torch.distributed.run"],
+                    *[instead.get(argument, argument) for argument in arguments],
+                    *["--fault_tolerance.process_group", "gloo"],
+                    *["--fault_tolerance.process_group_timeout_ms", "60000"],
+                    *["--profiler.no-enable_profiling", "--debug.seed", "0"],
+                ],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(SUPPORT),
+                    "OMP_NUM_THREADS": "1",
+                    "TORCHFT_LIGHTHOUSE": lighthouse.address,
+                    "TITAN_RECORD": str(name),
+                },
+                stdout=stack.enter_context(open(f"{name}.log", "wb")),
+                stderr=subprocess.STDOUT,
+            )
+        finish(processes)
+
+    job = records(tmp_path, ranks=2)
+    check_trained(job, steps=20, synchronizations=4)
+    assert all(rank.constructed[0]["offload_averaged_parameters_to_cpu"] for group in job for rank in group)
+    log = (tmp_path / "group0.log").read_text(errors="replace")
+    check_shown(block("titan.rst", "CPU staging is on"), log)
+
+
+def test_own_configuration() -> None:
+    scope: dict[str, Any] = {}
+    exec(block("titan.rst", "with_local_sgd_offload"), scope)
+    config = scope["llama3_8b"]()
+    exec(block("titan.rst", "local_sgd_offload_to_cpu = True"), {"config": config})
+    assert config.fault_tolerance.local_sgd_offload_to_cpu is True
+    assert config.loss.global_vocab_size == 128256
+
+
+def test_documented_size_of_llama3_8b() -> None:
+    scope: dict[str, Any] = {}
+    exec(block("titan.rst", "def llama3_8b():\n    return model_registry"), scope)
+    with torch.device("meta"):
+        sizes = [parameter.nbytes / MIB / 1024 for parameter in scope["llama3_8b"]().parameters()]
+    page = (ROOT / "docs" / "source" / "titan.rst").read_text()
+    assert f"S is {sum(sizes):.1f} GiB and M {max(sizes):.2f} GiB" in page
+
+
+def test_documented_memory_report(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(block("titan.rst", "def llama3_8b():\n    return model_registry"))
+    _, *arguments = shlex.split(block("titan.rst", "local_sgd_memory"))
+    report = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+    ).stdout
+    assert report.strip() == block("titan.rst", "8,030,261,248").strip()

@@ -1,0 +1,76 @@
+"""Layouts, rounds and windows of a staged synchronization."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from averaging_models import odd_parameters
+
+from torchft._staging.buffers import ShardLayout, StagingBuffers, plan_rounds, window_sizes
+
+
+def layouts_of(*sizes: int, device: str = "cpu") -> list[ShardLayout]:
+    return [ShardLayout((size,), (1,), torch.uint8, torch.device(device), size) for size in sizes]
+
+
+def indices(rounds: list[list]) -> list[list[int]]:
+    return [[placement.index for placement in placements] for placements in rounds]
+
+
+def test_layout_is_that_of_clone() -> None:
+    for parameter in odd_parameters(1).parameters():
+        layout, clone = ShardLayout.of(parameter), parameter.detach().clone()
+        assert layout.stride == clone.stride()
+        assert layout.shape == tuple(clone.shape)
+        assert layout.nbytes == clone.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(
+    ("window_bytes", "expected"),
+    [
+        (None, [[0], [1], [2], [3], [4]]),
+        (0, [[0, 1], [2], [3, 4]]),
+        (320, [[0, 1], [2, 3], [4]]),
+        (10_000, [[0, 1, 2, 3, 4]]),
+    ],
+)
+def test_rounds_keep_order_and_fit(window_bytes: int | None, expected: list[list[int]]) -> None:
+    layouts = layouts_of(100, 100, 250, 64, 128)
+    rounds = plan_rounds(layouts, window_bytes)
+    assert indices(rounds) == expected
+    (size,) = window_sizes(layouts, rounds).values()
+    assert size >= 250
+    if window_bytes is not None:
+        assert size <= max(window_bytes, 250)
+
+
+def test_slots_of_a_round_are_aligned_and_apart() -> None:
+    layouts = [ShardLayout.of(parameter) for parameter in odd_parameters(1).parameters()]
+    buffers = StagingBuffers(layouts, 1 << 20)
+    assert len(buffers.rounds) == 1
+    for index in range(len(layouts)):
+        slot = buffers.slot(index)
+        assert slot.data_ptr() % 64 == 0 or slot.numel() == 0
+        slot.fill_(index + 1)
+    for index in range(len(layouts)):
+        assert (buffers.slot(index) == index + 1).all()
+
+
+def test_each_device_has_its_own_window() -> None:
+    layouts = [*layouts_of(100, 100), *layouts_of(40, 40, device="meta"), *layouts_of(100)]
+    rounds = plan_rounds(layouts, 0)
+    # 100 fills the window of the first device; the other device's 40 is alone in its own.
+    assert indices(rounds) == [[0], [1, 2], [3, 4]]
+    assert {device.type: size for device, size in window_sizes(layouts, rounds).items()} == {
+        "cpu": 100,
+        "meta": 40,
+    }
+
+
+def test_host_copy_of_a_host_tensor_is_a_copy() -> None:
+    parameter = torch.arange(6.0).view(2, 3)
+    buffers = StagingBuffers([ShardLayout.of(parameter)], None)
+    buffers.slot(0).copy_(parameter)
+    buffers.host[0].copy_(buffers.slot(0))
+    buffers.slot(0).zero_()
+    assert torch.equal(buffers.averaged(0), parameter)

@@ -1,0 +1,1 @@
+"""Processes on this machine, and what the commands that start them share."""

@@ -1,0 +1,185 @@
+"""
+LocalSGD memory
+===============
+
+What CPU staging of LocalSGD saves and costs on a given model, before it is switched on.
+
+In a training script, after sharding, one line tells it for this rank::
+
+    print(staging_memory(model))
+
+For a model that does not exist yet there is a command::
+
+    python -m torchft.local_sgd_memory MODULE:CALLABLE
+
+The report is made of the same functions that lay out a staged synchronization, so the two can't disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchft._staging.buffers import ShardLayout, host_bytes, local_shard, plan_rounds, window_sizes
+from torchft._staging.checks import check_averageable, window_bytes
+from torchft._staging.host_memory import available_host_memory, local_world_size
+from torchft.local_sgd_memory.report import DeviceShare, PeakMemory, StagingMemory
+
+__all__ = ["AddedTime", "DeviceShare", "PeakMemory", "StagingMemory", "added_time", "staging_memory"]
+
+
+@dataclass(frozen=True)
+class AddedTime:
+    """What staging adds to the time of a training step, on average.
+
+    Attributes:
+        sync_every: optimizer steps between synchronizations.
+        seconds_per_step: added time; negative where staging is the faster one.
+        share: the same as a share of the average step, synchronizations included, without staging.
+    """
+
+    sync_every: int
+    seconds_per_step: float
+    share: float
+
+
+def added_time(
+    original_sync: float, staged_sync: float, step: float, sync_every: Sequence[int]
+) -> list[AddedTime]:
+    """Spreads the longer synchronization over the steps between two of them.
+
+    Args:
+        original_sync: seconds of a synchronization without staging.
+        staged_sync: seconds of one with staging.
+        step: seconds of a training step that does not synchronize.
+        sync_every: optimizer steps between synchronizations, several to compare.
+
+    Returns:
+        One result per value of ``sync_every``: (staged_sync - original_sync) / sync_every.
+
+    Raises:
+        ValueError: a time is not a number above 0, or a ``sync_every`` is below 1.
+    """
+    for name, seconds in (("original_sync", original_sync), ("staged_sync", staged_sync), ("step", step)):
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+    if any(every < 1 for every in sync_every):
+        raise ValueError(f"sync_every must be 1 or more, got {list(sync_every)!r}")
+    return [
+        AddedTime(
+            sync_every=every,
+            seconds_per_step=(staged_sync - original_sync) / every,
+            share=(staged_sync - original_sync) / every / (step + original_sync / every),
+        )
+        for every in sync_every
+    ]
+
+
+@torch.no_grad()
+def staging_memory(
+    model: nn.Module,
+    *,
+    shards: int = 1,
+    dtype: Optional[torch.dtype] = None,
+    offload_window_mb: Optional[float] = None,
+    ranks_per_host: Optional[int] = None,
+    host_memory: Optional[int] = None,
+) -> StagingMemory:
+    """Reports what CPU staging saves and costs for the parameters that this rank holds.
+
+    Allocates nothing and changes nothing.
+
+    Args:
+        model: the module that LocalSGD gets, as it stands: plain, sharded with FSDP2 or otherwise made of
+            DTensors, on any device, the meta device too.
+        shards: for a sharding that does not exist yet: FSDP2 over so many ranks, which cuts dimension 0 of
+            each parameter as ``torch.chunk`` does. The rank with the most counts.
+        dtype: for a conversion that has not happened yet: element type of the floating-point parameters.
+        offload_window_mb: as LocalSGD gets it, in MiB.
+        ranks_per_host: ranks of one host; default: LOCAL_WORLD_SIZE, else 1.
+        host_memory: bytes of host memory that those ranks may take; default: what is available on this
+            host, within the limits of its cgroups.
+
+    Raises:
+        ValueError: for an argument that can't be used, and for parameters that LocalSGD can't average.
+    """
+    window = window_bytes(offload_window_mb, offload=True)
+    for name, value in (("shards", shards), ("ranks_per_host", ranks_per_host)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if host_memory is not None and host_memory < 0:
+        raise ValueError(f"host_memory must be a number of bytes, 0 or more, got {host_memory!r}")
+    named = dict(model.named_parameters())
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to average")
+
+    layouts = [_layout(name, parameter, shards, dtype) for name, parameter in named.items()]
+    rounds = plan_rounds(layouts, window)
+    windows = window_sizes(layouts, rounds)
+    by_device = tuple(
+        _device_share(device, window, [layout.nbytes for layout in layouts if layout.device == device])
+        for device, window in windows.items()
+    )
+    by_dtype: dict[str, int] = {}
+    for layout in layouts:
+        dtype_name = str(layout.dtype).replace("torch.", "")
+        by_dtype[dtype_name] = by_dtype.get(dtype_name, 0) + layout.nbytes
+    largest_name, largest = max(zip(named, layouts), key=lambda item: item[1].nbytes)
+    total = sum(layout.nbytes for layout in layouts)
+    original = sum(share.total_bytes for share in by_device if not share.is_host)
+    staged = sum(share.window_bytes for share in by_device if not share.is_host)
+    return StagingMemory(
+        parameters=sum(parameter.numel() for parameter in named.values()),
+        tensors=len(layouts),
+        shards=shards,
+        total_bytes=total,
+        largest_bytes=largest.nbytes,
+        largest_name=largest_name,
+        rounds=len(rounds),
+        by_dtype=by_dtype,
+        by_device=by_device,
+        device_bytes_original=original,
+        device_bytes_staged=staged,
+        saved_bytes=original - staged,
+        host_bytes=host_bytes(layouts, rounds),
+        link_bytes_committed=2 * original,
+        link_bytes_rejected=original,
+        ranks_per_host=local_world_size() if ranks_per_host is None else ranks_per_host,
+        host_memory=available_host_memory() if host_memory is None else host_memory,
+        host_memory_given=host_memory is not None,
+        bytes_by_tensor=tuple(layout.nbytes for layout in layouts),
+    )
+
+
+def _device_share(device: torch.device, window: int, sizes: Sequence[int]) -> DeviceShare:
+    return DeviceShare(str(device), total_bytes=sum(sizes), largest_bytes=max(sizes), window_bytes=window)
+
+
+def _layout(name: str, parameter: torch.Tensor, shards: int, dtype: Optional[torch.dtype]) -> ShardLayout:
+    """Returns how the local shard of a parameter will lie in memory, on the rank that holds the most."""
+    if is_lazy(parameter):
+        raise ValueError(f"parameter {name!r} is not initialized: run one forward pass first")
+    shard = local_shard(parameter)
+    if shards > 1:
+        if shard is not parameter:
+            raise ValueError(
+                f"shards={shards} is for a model that is not sharded yet, and parameter {name!r} is a "
+                "DTensor; leave it out"
+            )
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"parameter {name!r} is a scalar, which FSDP2 can't shard: make it 1-dimensional"
+            )
+        # Chunk 0 is never smaller than another one, so the first rank holds the most of every parameter.
+        shard = parameter.narrow(0, 0, -(-parameter.shape[0] // shards))
+    if dtype is None or not shard.dtype.is_floating_point:
+        dtype = shard.dtype
+    check_averageable(name, shard, dtype)
+    return dataclasses.replace(ShardLayout.of(shard), dtype=dtype, nbytes=shard.numel() * dtype.itemsize)
