@@ -1,4 +1,4 @@
-"""Every code block of README.md and the pages is run by a test."""
+"""Every code block of README.md, CONTRIBUTING.md and the pages is run by a test."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_block_is_run() -> None:
         for one in found:
             left.pop(one, None)
     problems += [
-        f"{one.page}, near line {one.line}: no test runs the block {one.text.splitlines()[0]!r}. Take it "
+        f"{one.page}: no test runs the block {one.text.splitlines()[0]!r}. Take it "
         f"by block({one.page!r}, 'words of it') in a test and run it, or list it in SEVERAL_MACHINES."
         for one in left
     ]

@@ -72,7 +72,7 @@ def test_readme(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_local_sgd_page(caplog: pytest.LogCaptureFixture) -> None:
     text = block("local_sgd.rst", "from torchft.local_sgd import LocalSGD")
-    plan, committed = block("local_sgd.rst", "CPU staging is on").splitlines()
+    plan, committed = block("failures.rst", "CPU staging is on").splitlines()
 
     def body(replica: Replica) -> bool:
         # The log is of four parameters of 1 MiB, with a window of two of them.

@@ -1,4 +1,4 @@
-"""The table of bad input in docs/source/local_sgd.rst: a test per row."""
+"""The table of bad input in docs/source/failures.rst: a test per row."""
 
 from __future__ import annotations
 
