@@ -92,7 +92,7 @@ def test_batch_script(tmp_path: Path) -> None:
     assert len(groups) == 2
     parser = cli.Parser("train", "")
     add_training_options(parser)
-    for number, (node, group) in enumerate(zip(("node-a", "node-b"), groups)):
+    for number, (node, group) in enumerate(zip(("node-a", "node-b"), groups, strict=True)):
         assert group.startswith(f"{number} http://node-a:29510 ")
         assert f"--nodelist={node} " in group
         torchrun = parse_args(group.partition(" torchrun ")[2].split())

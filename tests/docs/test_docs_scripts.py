@@ -121,7 +121,7 @@ def test_a_whole_script(tmp_path: Path) -> None:
     processes: list[subprocess.Popen[bytes]] = []
     try:
         start(f"{lighthouse} --bind '[::]:{ports['29510']}'", tmp_path / "lighthouse")
-        first, second = (start(command, log) for command, log in zip(groups, logs))
+        first, second = (start(command, log) for command, log in zip(groups, logs, strict=True))
         deadline = time.monotonic() + 100
         while commits(logs[1]) < 3:
             assert second.poll() is None, logs[1].read_text()

@@ -51,7 +51,7 @@ def proof(
     assert finished.returncode == 0, finished.stdout + finished.stderr
     rows = json.loads(path.read_text())
     assert len(rows) == len(request.param)
-    return dict(zip(request.param, rows))
+    return dict(zip(request.param, rows, strict=True))
 
 
 def test_tracked_memory_is_the_reported_one(proof: dict[int, dict[str, Any]]) -> None:

@@ -63,7 +63,7 @@ class DelInsteadOfWindow(LocalSGD):
 
     @torch.no_grad()
     def _write_back(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        for host, parameter in zip(buffers.host, self._model.parameters()):
+        for host, parameter in zip(buffers.host, self._model.parameters(), strict=True):
             parameter.copy_(host)
 
 

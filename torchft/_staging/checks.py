@@ -147,7 +147,7 @@ def check_averageable(name: str, shard: torch.Tensor, dtype: torch.dtype) -> Non
             f"parameter {name!r} has dtype {dtype}, which has no average: LocalSGD takes 16, 32 and "
             "64-bit floating-point parameters; register anything else as a buffer"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(shard.shape, shard.stride())):
+    if any(size > 1 and stride == 0 for size, stride in zip(shard.shape, shard.stride(), strict=True)):
         raise ValueError(
             f"parameter {name!r} of shape {tuple(shard.shape)} and strides {shard.stride()} is expanded: "
             "several elements share one memory location and can't be written; make it contiguous()"

@@ -127,7 +127,7 @@ def _align(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
     return [
         "  ".join(
             cell.ljust(width) if side == "l" else cell.rjust(width)
-            for cell, width, side in zip(row, widths, alignment)
+            for cell, width, side in zip(row, widths, alignment, strict=True)
         ).rstrip()
         for row in rows
     ]
