@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from docs_blocks import block, blocks, find, pages, shell
+from docs_blocks import block, blocks, broken_links, find, pages, shell
 from places import TESTS
 from torch.distributed.run import parse_args
 
@@ -58,6 +58,10 @@ def test_every_block_is_run() -> None:
         for one in left
     ]
     assert not problems, "\n".join(["", *problems])
+
+
+def test_links_of_markdown_lead_somewhere() -> None:
+    assert broken_links() == []
 
 
 def test_blocks_for_several_machines_are_valid() -> None:

@@ -48,6 +48,24 @@ def _source(page: str) -> str:
     return ((ROOT if page in _MARKDOWN else _PAGES) / page).read_text(encoding="utf-8")
 
 
+def _tree(page: str) -> nodes.document:
+    settings = {"report_level": 5, "syntax_highlight": "none", "file_insertion_enabled": False}
+    return publish_doctree(_source(page), settings_overrides=settings)
+
+
+def broken_links() -> list[str]:
+    """Links of README.md and CONTRIBUTING.md to files or sections that are not there."""
+    links = {link for page in _MARKDOWN for link in re.findall(r"\]\(([^)]+)\)", _source(page))}
+    broken = {link for link in links if not (ROOT / link.partition("#")[0]).is_file()}
+    for link in links - broken:
+        path, _, section = link.partition("#")
+        if section and section not in {
+            nodes.make_id(title.astext()) for title in _tree(Path(path).name).findall(nodes.title)
+        }:
+            broken.add(link)
+    return sorted(broken)
+
+
 def prose(page: str) -> str:
     """All words of a page, with one space between them."""
     return " ".join(_source(page).split())
@@ -61,9 +79,7 @@ def blocks(page: str) -> list[Block]:
         assert len(re.findall("```|~~~", source)) == 2 * len(found), f"{page} has a block of another form"
     else:
         # What docutils does not understand, such as an option of Sphinx, counts as a block.
-        settings = {"report_level": 5, "syntax_highlight": "none", "file_insertion_enabled": False}
-        page_tree = publish_doctree(_source(page), settings_overrides=settings)
-        found = [node.astext() for node in page_tree.findall(nodes.literal_block)]
+        found = [node.astext() for node in _tree(page).findall(nodes.literal_block)]
     return [Block(page, text.strip("\n") + "\n") for text in found if not _NO_BLOCK.match(text)]
 
 
