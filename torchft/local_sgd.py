@@ -42,6 +42,7 @@ from torchft._staging.checks import (  # noqa: E402
     window_bytes,
 )
 from torchft._staging.host_memory import host_shortage  # noqa: E402
+from torchft._staging.ordering import finish_divisions, on_device  # noqa: E402
 from torchft._staging.units import format_bytes  # noqa: E402
 from torchft._upstream_local_sgd import DiLoCo, extract_local_tensor  # noqa: E402
 from torchft.manager import Manager  # noqa: E402
@@ -258,12 +259,17 @@ class LocalSGD(_upstream.LocalSGD):
             in_flight = []
             for placement in placements:
                 slot = buffers.slot(placement.index)
-                slot.copy_(local_shard(parameters[placement.index]))
-                in_flight.append((placement.index, slot, self._manager.allreduce(slot)))
+                with on_device(slot.device):
+                    slot.copy_(local_shard(parameters[placement.index]))
+                    in_flight.append((placement.index, slot, self._manager.allreduce(slot)))
             # All of a round is waited for before the window is filled again.
-            for index, slot, work in in_flight:
-                work.wait()
-                buffers.host[index].copy_(slot)
+            for _, slot, work in in_flight:
+                with on_device(slot.device):
+                    work.wait()
+            finish_divisions({slot.device for _, slot, _ in in_flight})
+            for index, slot, _ in in_flight:
+                with on_device(slot.device):
+                    buffers.host[index].copy_(slot)
 
     @torch.no_grad()
     @torch.profiler.record_function("torchft::local_sgd::write_back")
@@ -271,7 +277,8 @@ class LocalSGD(_upstream.LocalSGD):
         # The vote may have healed this group, and load_state_dict(assign=True) puts other Parameter objects
         # into the model: ask for them again.
         for index, parameter in enumerate(self._model.parameters()):
-            _copy_local_tensor_to_parameter(parameter, buffers.averaged(index))
+            with on_device(buffers.layouts[index].device):
+                _copy_local_tensor_to_parameter(parameter, buffers.averaged(index))
 
     def _reject(self, error: Exception) -> None:
         """Votes no, so that the process group is configured anew.

@@ -38,8 +38,8 @@ def test_unit_tests_under_unittest() -> None:
 
 def run_pytest(module: str, select: str) -> None:
     seed = "import sys, pytest, torch; torch.manual_seed(0); sys.exit(pytest.main(sys.argv[1:]))"
-    # "no:warnings": the release's modules warn about things that are not ours.
-    plugins = ["-p", "no:cacheprovider", "-p", "no:warnings"]
+    # "no:warnings": the release's modules warn about things that are not ours, as is conftest.py to them.
+    plugins = ["-p", "no:cacheprovider", "-p", "no:warnings", "--noconftest"]
     output = run("-c", seed, "-q", *plugins, "-c", "/dev/null", "-k", select, "--pyargs", module)
     assert " passed" in output
 

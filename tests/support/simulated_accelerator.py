@@ -4,7 +4,10 @@ On a CPU-only PyTorch a staged and an unstaged synchronization look alike: the s
 registers a PrivateUse1 device named ``simulated`` with real data: each tensor on it wraps a CPU tensor whose
 storage is a numpy array, and a finalizer on that array tells when the storage is freed. Nothing is estimated.
 
-The device is synchronous, so it reports no accelerator to PyTorch: TorchFT's Manager then uses no streams.
+Its operators are synchronous, but for one: the division with which the Manager ends an all-reduce is pending
+until the device is synchronized or the group votes, as on an accelerator whose streams TorchFT does not know.
+Under :func:`like_cuda` it stays pending only where the device was not the current one, as on CUDA.
+
 Use one device index per replica group to count each group's bytes on its own. Autograd runs on index 0 only.
 """
 
@@ -13,10 +16,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
@@ -26,6 +32,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
+from torchft._staging import ordering
 from torchft.process_group import ProcessGroupGloo
 
 NAME = "simulated"
@@ -69,6 +76,89 @@ def wait_until_alive(index: int, nbytes: int, seconds: float = 5.0) -> None:
         surplus = memory(index).alive - nbytes
         assert time.monotonic() < deadline, f"{surplus} bytes stay on the device"
         time.sleep(0.001)
+
+
+class _Stream:
+    """The one stream of a device; the Manager compares streams and records events on them."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.index == self.index
+
+    def record_event(self) -> torch.Event:
+        return torch.Event()
+
+
+class _Current(threading.local):
+    index = 0
+
+
+_CURRENT = _Current()
+
+
+class _Divisions:
+    """Divisions of all-reduced tensors that the devices have not carried out yet."""
+
+    def __init__(self) -> None:
+        self.like_cuda = False
+        # By storage: whether the device was the current one in the all-reduce.
+        self._reduced: dict[int, bool] = {}
+        self._pending: dict[int, list[Callable[[], Any]]] = {}
+
+    def expect(self, reduced: SimulatedTensor) -> None:
+        """An all-reduce of the tensor begins, so that its next division is the Manager's."""
+        storage = reduced.data_on_device.untyped_storage().data_ptr()
+        self._reduced[storage] = _CURRENT.index == reduced.number
+
+    def put_off(self, tensor: SimulatedTensor, divide: Callable[[], Any]) -> bool:
+        """Takes a division to be carried out later, or returns False where it is to happen at once."""
+        current = self._reduced.pop(tensor.data_on_device.untyped_storage().data_ptr(), None)
+        if current is None or (self.like_cuda and current):
+            return False
+        with _LOCK:
+            self._pending.setdefault(tensor.number, []).append(divide)
+        return True
+
+    def finish(self, index: int) -> None:
+        """Carries out what is pending on a device."""
+        with _LOCK:
+            pending = self._pending.pop(index, [])
+        for divide in pending:
+            divide()
+
+
+_DIVISIONS = _Divisions()
+
+
+@contextmanager
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Orders divisions as CUDA does, and lets staging take the device for one that does."""
+    monkeypatch.setattr(ordering, "_ORDERED_BY_WAIT", ("cpu", NAME))
+    _DIVISIONS.like_cuda = True
+    try:
+        yield
+    finally:
+        _DIVISIONS.like_cuda = False
+
+
+def _synchronize(where: Any = None, /) -> None:
+    index = _CURRENT.index if where is None else torch.device(where).index
+    _DIVISIONS.finish(index)
+
+
+def _set_device_index(index: int, /) -> None:
+    _CURRENT.index = index
+
+
+@contextmanager
+def _device_index(index: int) -> Iterator[None]:
+    before, _CURRENT.index = _CURRENT.index, index
+    try:
+        yield
+    finally:
+        _CURRENT.index = before
 
 
 def _free(index: int, nbytes: int) -> None:
@@ -139,6 +229,10 @@ class SimulatedTensor(torch.Tensor):
             return x.data_on_device
 
         cpu_args, cpu_kwargs = tree_map_only(SimulatedTensor, unwrap, (args, kwargs))
+        if func.overloadpacket is torch.ops.aten.div_ and _DIVISIONS.put_off(
+            args[0], lambda: func(*cpu_args, **cpu_kwargs)
+        ):
+            return args[0]
         before = {x.data_on_device.untyped_storage().data_ptr() for x in inputs}
         before.discard(0)
         out = func(*cpu_args, **cpu_kwargs)
@@ -162,7 +256,7 @@ class SimulatedTensor(torch.Tensor):
 
 class _Module(_DummyBackendModule):
     def is_available(self) -> bool:
-        return False
+        return True
 
     def device_count(self) -> int:
         return 8
@@ -170,7 +264,7 @@ class _Module(_DummyBackendModule):
 
 class _Hook(_DummyPrivateUse1Hook):
     def is_available(self) -> bool:
-        return False
+        return True
 
 
 def _empty(size: Any, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
@@ -191,11 +285,32 @@ def _register() -> torch.library.Library:
 
 _LIBRARY = _register()
 
+# What PyTorch offers a backend written in Python has one device, no streams and nothing to wait for.
+torch.accelerator.synchronize = _synchronize
+torch.accelerator.device_index = _device_index  # pyright: ignore[reportAttributeAccessIssue]
+torch.accelerator.current_device_index = lambda: _CURRENT.index
+torch.accelerator.set_device_index = _set_device_index
+torch.accelerator.current_stream = lambda *_: _Stream(_CURRENT.index)  # pyright: ignore[reportAttributeAccessIssue]
+
 
 class SimulatedProcessGroupGloo(ProcessGroupGloo):
     """TorchFT's Gloo process group, reducing the memory that simulated tensors wrap."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._devices: set[int] = set()
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        for tensor in tensors:
+            if isinstance(tensor, SimulatedTensor):
+                self._devices.add(tensor.number)
+                _DIVISIONS.expect(tensor)
         return super().allreduce(
             [t.data_on_device if isinstance(t, SimulatedTensor) else t for t in tensors], opts
         )
+
+    def errored(self) -> Optional[Exception]:
+        # The Manager asks in its vote, which takes longer than any division.
+        for index in self._devices:
+            _DIVISIONS.finish(index)
+        return super().errored()

@@ -1,0 +1,46 @@
+"""LocalSGD without a lighthouse: a Manager that is alone and needs no collective."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from torchft.local_sgd import LocalSGD
+from torchft.work import _DummyWork
+
+
+class LocalManager:
+    """Stands for a Manager of a quorum of one where no collective is needed."""
+
+    def __init__(self, commit: bool = True, use_async_quorum: bool = False, init_sync: bool = False) -> None:
+        self._use_async_quorum = use_async_quorum
+        self._init_sync = init_sync
+        self.commit = commit
+        self.quorums = 0
+
+    def start_quorum(self) -> None:
+        self.quorums += 1
+
+    def wait_quorum(self) -> None:
+        pass
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        return _DummyWork(tensor)
+
+    def should_commit(self) -> bool:
+        return self.commit
+
+    def errored(self) -> Optional[Exception]:
+        return None
+
+    def report_error(self, error: Exception) -> None:
+        self.commit = False
+
+
+def staged(model: nn.Module, manager: Any = None, sync_every: Any = 1, **options: Any) -> LocalSGD:
+    # A model without parameters has no optimizer of its own.
+    optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(1)], lr=0.1)
+    stand_in: Any = manager or LocalManager()
+    return LocalSGD(stand_in, model, optimizer, sync_every, True, **options)

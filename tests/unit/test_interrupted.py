@@ -1,0 +1,204 @@
+"""What a synchronization that was interrupted leaves behind: old bits, a vote, no memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import simulated_accelerator as sim
+import torch
+from averaging_models import bits, equal_parameters
+from local_manager import LocalManager, staged
+from properties import make
+from replica_threads import Replica, run_replicas
+
+from torchft import local_sgd
+from torchft.local_sgd import LocalSGD
+from torchft.process_group import ProcessGroupGloo
+
+
+class Interrupting(LocalManager):
+    """Raises ``error`` in the second all-reduce, or in the vote."""
+
+    def __init__(self, error: BaseException, in_vote: bool = False) -> None:
+        super().__init__()
+        self.error = error
+        self.in_vote = in_vote
+        self.calls = 0
+        self.votes = 0
+        self.windows: list[weakref.ref[torch.Tensor]] = []
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        self.calls += 1
+        self.windows.append(weakref.ref(tensor._base))  # type: ignore[arg-type]
+        if self.calls == 2 and not self.in_vote:
+            raise self.error
+        return super().allreduce(tensor)
+
+    def should_commit(self) -> bool:
+        self.votes += 1
+        if self.in_vote:
+            raise self.error
+        return super().should_commit()
+
+
+def test_exception_before_the_vote_votes_no_and_passes() -> None:
+    model = equal_parameters(1, count=3)
+    before = bits(model)
+    manager = Interrupting(MemoryError("injected"))
+    local = staged(model, manager)
+    with pytest.raises(MemoryError, match="injected"):
+        local.sync()
+    assert manager.votes == 1
+    assert bits(model) == before
+    manager.commit = True
+    local.sync()
+
+
+@pytest.mark.parametrize(
+    ("error", "in_vote", "where"),
+    [
+        (KeyboardInterrupt(), False, "before its commit vote"),
+        (SystemExit(1), False, "before its commit vote"),
+        (TimeoutError("injected"), True, "in its commit vote"),
+        (KeyboardInterrupt(), True, "in its commit vote"),
+    ],
+)
+def test_synchronization_without_known_outcome_is_the_last(
+    error: BaseException, in_vote: bool, where: str
+) -> None:
+    model = equal_parameters(1, count=3)
+    before = bits(model)
+    manager = Interrupting(error, in_vote)
+    local = staged(model, manager)
+    with pytest.raises(type(error)):
+        local.sync()
+    assert bits(model) == before
+    quorums = manager.quorums
+    with pytest.raises(RuntimeError, match=f"was left {where}.*start it again"):
+        local.sync()
+    assert manager.quorums == quorums, "the refusal must come before the quorum"
+
+
+def test_exception_in_write_back_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = local_sgd._copy_local_tensor_to_parameter
+    written = 0
+
+    def fail_at_second(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        nonlocal written
+        written += 1
+        if written == 2:
+            raise RuntimeError("injected")
+        copy(parameter, tensor)
+
+    monkeypatch.setattr(local_sgd, "_copy_local_tensor_to_parameter", fail_at_second)
+    local = staged(equal_parameters(1, count=3))
+    with pytest.raises(RuntimeError, match="injected"):
+        local.sync()
+    with pytest.raises(RuntimeError, match="in the middle of write-back"):
+        local.sync()
+
+
+def test_no_memory_for_staging_rejects_before_any_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    manager = Interrupting(KeyboardInterrupt())
+    local = staged(equal_parameters(1, count=3), manager)
+    monkeypatch.setattr(local_sgd, "StagingBuffers", no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        local.sync()
+    assert (manager.calls, manager.votes) == (0, 1)
+
+
+@pytest.mark.parametrize("in_vote", [False, True])
+def test_held_exception_holds_no_buffers(in_vote: bool) -> None:
+    manager = Interrupting(ValueError("injected"), in_vote)
+    local = staged(equal_parameters(1, count=3), manager)
+    with pytest.raises(ValueError, match="injected") as held:
+        local.sync()
+    gc.collect()
+    assert manager.windows
+    assert all(window() is None for window in manager.windows)
+    assert held.value is manager.error
+
+
+@pytest.mark.parametrize("how", ["cause", "context"])
+def test_held_chain_of_exceptions_holds_no_buffers(how: str) -> None:
+    class Wrapping(Interrupting):
+        def allreduce(self, tensor: torch.Tensor) -> Any:
+            try:
+                return super().allreduce(tensor)
+            except ValueError as error:
+                if how == "cause":
+                    raise RuntimeError("wrapped") from error
+                raise RuntimeError("wrapped")  # noqa: B904
+
+    manager = Wrapping(ValueError("injected"))
+    with pytest.raises(RuntimeError, match="wrapped") as held:
+        staged(equal_parameters(1, count=3), manager).sync()
+    gc.collect()
+    assert manager.windows
+    assert all(window() is None for window in manager.windows)
+    assert held.value.__context__ is manager.error
+
+
+def test_dropping_locals_ends_no_suspended_generator() -> None:
+    errors: list[Exception] = []
+
+    def watchdog() -> Iterator[int]:
+        try:
+            raise ValueError("seen by the watchdog")
+        except ValueError as error:
+            errors.append(error)
+        yield 1
+        yield 2
+
+    generator = watchdog()
+    assert next(generator) == 1
+    local_sgd._drop_locals(errors[0])
+    assert next(generator) == 2
+
+
+class FailingProcessGroup(ProcessGroupGloo):
+    """Fails in the second all-reduce of a synchronization, inside the collective."""
+
+    fail = False
+    calls = 0
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        if self.fail:
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError("injected")
+        return super().allreduce(tensors, opts)
+
+
+def test_failed_collective_leaves_no_memory() -> None:
+    """The Manager keeps the exception, whose traceback would hold the window until the next quorum."""
+
+    def body(replica: Replica) -> None:
+        model = equal_parameters(replica.index, 4, sim.device(replica.index))
+        before = bits(model)
+        local = make(LocalSGD, replica, model, True)
+        memory = sim.memory(replica.index)
+        entry = memory.alive
+        group = replica.process_group
+        assert isinstance(group, FailingSimulated)
+        group.fail = True
+        local.sync()
+        assert group.calls >= 2, "the injected failure did not happen"
+        assert replica.manager.errored() is not None
+        assert bits(model) == before
+        sim.wait_until_alive(replica.index, entry)
+
+    class FailingSimulated(FailingProcessGroup, sim.SimulatedProcessGroupGloo):
+        pass
+
+    logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)
+    gc.collect()
+    run_replicas(2, body, FailingSimulated)
