@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
-from types import FrameType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, Optional
 
 import torch
 from torch import nn, optim
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from torchft._distribution_check import check_distribution
@@ -24,34 +26,20 @@ from torchft._distribution_check import check_distribution
 check_distribution()
 
 from torchft import _upstream_local_sgd as _upstream  # noqa: E402
-from torchft._staging.buffers import (  # noqa: E402
-    ShardLayout,
-    StagingBuffers,
-    host_bytes,
-    local_shard,
-    plan_rounds,
-    window_sizes,
-)
-from torchft._staging.checks import (  # noqa: E402
-    check_parameters,
-    check_quorum_mode,
-    check_ready,
-    check_step_hooks,
-    check_sync_every,
-    mesh_dimensions,
-    window_bytes,
-)
+from torchft._staging import checks, outcome  # noqa: E402
+from torchft._staging.buffers import StagingBuffers  # noqa: E402
+from torchft._staging.frames import drop_failed_collective, drop_locals, failure_of  # noqa: E402
 from torchft._staging.host_memory import host_shortage  # noqa: E402
 from torchft._staging.ordering import finish_divisions, on_device  # noqa: E402
-from torchft._staging.units import format_bytes  # noqa: E402
+from torchft._staging.plan import ShardLayout, StagingPlan, local_shard  # noqa: E402
+from torchft._staging.report import describe_plan  # noqa: E402
+from torchft._staging.steps import inside_another_step  # noqa: E402
 from torchft._upstream_local_sgd import DiLoCo, extract_local_tensor  # noqa: E402
 from torchft.manager import Manager  # noqa: E402
 
 __all__ = ["DiLoCo", "LocalSGD", "extract_local_tensor"]
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-_IN_QUORUM = "in its quorum, perhaps half healed"
 
 
 def __getattr__(name: str) -> Any:
@@ -64,13 +52,10 @@ def _copy_local_tensor_to_parameter(parameter: torch.Tensor, local_tensor: torch
 
     Args:
         parameter: plain tensor or DTensor; keeps its storage.
-        local_tensor: the new value of this rank's shard, on the host or on the parameter's device.
+        local_tensor: the new value of this rank's shard. Of a DTensor on the device of its mesh: elsewhere,
+            ``from_local`` would take memory there.
     """
     if isinstance(parameter, DTensor):
-        if local_shard(parameter).device.type != parameter.device_mesh.device_type:
-            # Offloaded by FSDP2: from_local would take device memory for a tensor that belongs on the host.
-            local_shard(parameter.detach()).copy_(local_tensor)
-            return
         local_tensor = DTensor.from_local(
             local_tensor,
             parameter.device_mesh,
@@ -145,140 +130,224 @@ class LocalSGD(_upstream.LocalSGD):
         offload_averaged_parameters_to_cpu: bool = False,
         *,
         offload_window_mb: Optional[float] = None,
+        offload_allreduce_to_cpu: bool = False,
     ) -> None:
-        if not isinstance(offload_averaged_parameters_to_cpu, bool):
-            raise ValueError(
-                "offload_averaged_parameters_to_cpu must be True or False, got "
-                f"{offload_averaged_parameters_to_cpu!r}"
-            )
-        self._offload_averaged_parameters_to_cpu = offload_averaged_parameters_to_cpu
-        self._window_bytes = window_bytes(offload_window_mb, offload_averaged_parameters_to_cpu)
-        if offload_averaged_parameters_to_cpu:
-            check_sync_every(sync_every)
-            check_step_hooks(optimizer)
-            check_quorum_mode(manager)
-            check_parameters(model)
-            self._mesh_dimensions = mesh_dimensions(model)
-        self._host_checked = False
+        staging = offload_averaged_parameters_to_cpu
+        checks.check_switch("offload_averaged_parameters_to_cpu", staging)
+        self._offload_averaged_parameters_to_cpu = staging
+        self._window_bytes = checks.window_bytes(offload_window_mb, staging)
+        checks.check_allreduce_to_cpu(offload_allreduce_to_cpu, staging, offload_window_mb)
+        self._allreduce_to_cpu = offload_allreduce_to_cpu
+        if staging:
+            checks.check_sync_every(sync_every)
+            checks.check_step_hooks(optimizer)
+            checks.check_quorum_mode(manager)
+            checks.check_parameters(model)
+            checks.check_process_group(manager, model, offload_allreduce_to_cpu)
+            checks.warn_of_other_optimizers(model, optimizer)
+        self._outcome = outcome.Outcome()
+        # Of the synchronization under way.
+        self._buffers: Optional[StagingBuffers] = None
         self._plan_logged = False
-        # Where a synchronization was left without a known outcome; None as long as none was.
-        self._left: Optional[str] = None
         super().__init__(manager, model, optimizer, sync_every)
+
+    def __exit__(
+        self,
+        exc_type: Optional[type[BaseException]],
+        exc_value: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> bool:
+        if self._offload_averaged_parameters_to_cpu:
+            self._let_peers_read()
+        return super().__exit__(exc_type, exc_value, traceback)
+
+    # A compiled optimizer step would trace the hooks, and the Manager inside them, which nothing can.
+    @_disable_dynamo
+    def _step_pre_hook(
+        self, _optim: optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    ) -> None:
+        if self._offload_averaged_parameters_to_cpu and inside_another_step(_optim):
+            return
+        super()._step_pre_hook(_optim, _args, _kwargs)
+
+    @_disable_dynamo
+    def _step_post_hook(
+        self, _optim: optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    ) -> None:
+        if self._offload_averaged_parameters_to_cpu and inside_another_step(_optim):
+            return
+        super()._step_post_hook(_optim, _args, _kwargs)
 
     def sync(self) -> None:
         """Averages the parameters across the replica groups now, whatever the step count.
 
         Raises:
-            ValueError: (CPU staging) a parameter can't be averaged as it is; nothing has been sent.
+            ValueError: (CPU staging) a parameter can't be averaged as it is, and nothing has been sent; or
+                the process group can't take the parameters' device, and the synchronization was rejected.
             RuntimeError: (CPU staging) an earlier synchronization was left without a known outcome.
         """
-        if self._offload_averaged_parameters_to_cpu:
-            if self._left is not None:
-                raise RuntimeError(
-                    f"an earlier synchronization was left {self._left}; another one could pair its "
-                    "collectives with new ones or spread half-written parameters. End this process and "
-                    "start it again, so that it heals from a peer"
-                )
-            check_ready(self._model, self._mesh_dimensions)
-            # Parameters may have been unsharded when this object was made.
-            self._mesh_dimensions.update(mesh_dimensions(self._model))
-            # An exception while a peer's state is taken over leaves it half loaded, with the peer's step.
-            self._left = _IN_QUORUM
+        if not self._offload_averaged_parameters_to_cpu:
+            super().sync()
+            return
+        self._outcome.check()
+        checks.check_ready(self._model)
+        self._let_peers_read()
+        # An exception while a peer's state is taken over leaves it half loaded, with the peer's step.
+        self._outcome.at = outcome.IN_QUORUM
         try:
             super().sync()
         except Exception:
             # A quorum that never came about has changed nothing.
-            if self._left == _IN_QUORUM and getattr(self._manager, "_healing", None) is not True:
-                self._left = None
+            if self._outcome.at == outcome.IN_QUORUM and outcome.quorum_is_over(self._manager):
+                self._outcome.at = None
             raise
+        if self._outcome.at == outcome.IN_QUORUM:
+            # A subclass with a _perform_sync() of its own is done.
+            self._outcome.at = None
 
     def _perform_sync(self) -> None:
-        if self._offload_averaged_parameters_to_cpu:
-            self._perform_staged_sync()
-        else:
+        """Averages, votes and writes back; leaves no memory behind, however it ends."""
+        if not self._offload_averaged_parameters_to_cpu:
             super()._perform_sync()
-
-    def _perform_staged_sync(self) -> None:
-        """Reduces, stages, votes and writes back; leaves no memory behind, however it ends."""
-        buffers: Optional[StagingBuffers] = None
+            return
+        self._outcome.check(outcome.IN_QUORUM)
+        averages: list[torch.Tensor] = []
+        written = 0.0
         begin = time.perf_counter()
-        # Stays set when anything, Ctrl-C included, ends this method before the outcome is known.
-        self._left = "before its commit vote"
         try:
-            try:
-                buffers = self._take_memory()
-                self._reduce_and_stage(buffers)
-            except Exception as error:
-                self._reject(error)
-                raise
+            with self._rejecting():
+                self._buffers = self._take_memory()
+                averages = self._average()
+            self._outcome.at = outcome.IN_VOTE
             reduced = time.perf_counter()
-            self._left = "in its commit vote"
             committed = self._manager.should_commit()
-            voted = time.perf_counter()
             if committed:
-                self._left = "in the middle of write-back"
-                self._write_back(buffers)
-            else:
-                self._drop_failed_collective()
-            self._left = None
+                self._outcome.at = outcome.IN_WRITE_BACK
+                voted = time.perf_counter()
+                self._write_back(averages)
+                written = time.perf_counter() - voted
+            self._outcome.at = None
         except BaseException as error:
-            _drop_locals(error)
+            drop_locals(error)
             raise
         finally:
-            if buffers is not None:
-                buffers.release()
+            averages = []
+            drop_failed_collective(self._manager)
+            if self._buffers is not None:
+                self._buffers.release()
+                self._buffers = None
+        self._report(committed, reduced - begin, written)
 
-        logger.info(
-            "staged synchronization %s: %.1f ms to reduce and stage, %s",
-            "committed" if committed else "rejected",
-            (reduced - begin) * 1e3,
-            f"{(time.perf_counter() - voted) * 1e3:.1f} ms to write back" if committed else "nothing written",
-        )
+    def _average(self) -> list[torch.Tensor]:
+        """Averages the parameters across the replica groups.
 
-    def _take_memory(self) -> StagingBuffers:
-        # Before the first all-reduce, so that running out of memory can't leave a collective unpaired.
-        layouts = [ShardLayout.of(parameter) for parameter in self._model.parameters()]
-        if not self._host_checked:
-            self._host_checked = True
-            # While it can still be told: too little host memory ends in the kernel killing the process.
-            shortage = host_shortage(host_bytes(layouts, plan_rounds(layouts, self._window_bytes)))
-            if shortage is not None:
-                logger.warning(shortage)
-        buffers = StagingBuffers(layouts, self._window_bytes)
-        if not self._plan_logged:
-            self._plan_logged = True
-            _log_plan(buffers)
-        return buffers
+        Returns:
+            The averages in the order of ``model.parameters()``, as tensors on the host with staging.
+        """
+        if not self._offload_averaged_parameters_to_cpu:
+            return super()._average()
+        if self._buffers is not None:
+            return self._reduce_and_stage(self._buffers)
+        # Called by a subclass that votes and writes back by itself.
+        before = self._outcome.at
+        self._outcome.check(outcome.IN_QUORUM)
+        with self._rejecting():
+            buffers = self._take_memory()
+            try:
+                averages = self._reduce_and_stage(buffers)
+            finally:
+                buffers.release_window()
+        self._outcome.at = before
+        return averages
 
     @torch.no_grad()
     @torch.profiler.record_function("torchft::local_sgd::reduce_and_stage")
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:
-        """Averages every parameter across the replica groups and leaves the averages on the host."""
+    def _reduce_and_stage(self, buffers: StagingBuffers) -> list[torch.Tensor]:
         parameters = list(self._model.parameters())
-        for placements in buffers.rounds:
-            in_flight = []
-            for placement in placements:
-                slot = buffers.slot(placement.index)
-                with on_device(slot.device):
-                    slot.copy_(local_shard(parameters[placement.index]))
-                    in_flight.append((placement.index, slot, self._manager.allreduce(slot)))
-            # All of a round is waited for before the window is filled again.
-            for _, slot, work in in_flight:
-                with on_device(slot.device):
-                    work.wait()
-            finish_divisions({slot.device for _, slot, _ in in_flight})
-            for index, slot, _ in in_flight:
-                with on_device(slot.device):
-                    buffers.host[index].copy_(slot)
+        reduce = self._reduce_on_host if buffers.plan.allreduce_to_cpu else self._reduce_in_window
+        for indices in buffers.plan.rounds:
+            reduce(buffers, [(index, parameters[index]) for index in indices])
+        return buffers.host
+
+    def _reduce_in_window(self, buffers: StagingBuffers, parameters: list[tuple[int, torch.Tensor]]) -> None:
+        in_flight = []
+        for index, parameter in parameters:
+            slot = buffers.slot(index)
+            with on_device(slot.device):
+                slot.copy_(local_shard(parameter))
+                in_flight.append((index, slot, self._manager.allreduce(slot)))
+        drop_failed_collective(self._manager)
+        # All of a round is waited for before the window is filled again.
+        for _, slot, work in in_flight:
+            with on_device(slot.device):
+                work.wait()
+            drop_failed_collective(self._manager)
+        finish_divisions({slot.device for _, slot, _ in in_flight})
+        for index, slot, _ in in_flight:
+            with on_device(slot.device):
+                buffers.host[index].copy_(slot)
+
+    def _reduce_on_host(self, buffers: StagingBuffers, parameters: list[tuple[int, torch.Tensor]]) -> None:
+        in_flight = []
+        for index, parameter in parameters:
+            with on_device(buffers.plan.layouts[index].device):
+                copy = buffers.copy_to_host(index, parameter)
+            in_flight.append(self._manager.allreduce(copy))
+        drop_failed_collective(self._manager)
+        for work in in_flight:
+            work.wait()
+            drop_failed_collective(self._manager)
 
     @torch.no_grad()
     @torch.profiler.record_function("torchft::local_sgd::write_back")
-    def _write_back(self, buffers: StagingBuffers) -> None:
+    def _write_back(self, averages: list[torch.Tensor]) -> None:
+        assert self._buffers is not None
         # The vote may have healed this group, and load_state_dict(assign=True) puts other Parameter objects
         # into the model: ask for them again.
-        for index, parameter in enumerate(self._model.parameters()):
-            with on_device(buffers.layouts[index].device):
-                _copy_local_tensor_to_parameter(parameter, buffers.averaged(index))
+        parameters = list(self._model.parameters())
+        change = checks.find_change(self._buffers.plan, parameters, averages)
+        if change is not None:
+            self._outcome.at = outcome.CHANGED
+            raise RuntimeError(f"the committed average can't be written back, and nothing was: {change}")
+        for index, (parameter, average) in enumerate(zip(parameters, averages, strict=True)):
+            with on_device(self._buffers.plan.layouts[index].device):
+                average = self._buffers.bring_back(index, average)
+                if (
+                    isinstance(parameter, DTensor)
+                    and average.device.type != parameter.device_mesh.device_type
+                ):
+                    # Straight into the shard: from_local would take memory on the device of the mesh.
+                    parameter = local_shard(parameter.detach())
+                _copy_local_tensor_to_parameter(parameter, average)
+
+    def _take_memory(self) -> StagingBuffers:
+        # Before the first all-reduce, so that running out of memory can't leave a collective unpaired.
+        plan = StagingPlan.of(
+            map(ShardLayout.of, self._model.parameters()), self._window_bytes, self._allreduce_to_cpu
+        )
+        shortage = None if self._plan_logged else host_shortage(plan.host_bytes)
+        if shortage is not None:
+            # While it can still be told: too little host memory ends in the kernel killing the process.
+            logger.warning(shortage)
+        buffers = StagingBuffers(plan)
+        if not self._plan_logged:
+            self._plan_logged = True
+            logger.info(describe_plan(plan, checks.process_group_name(self._manager)))
+        return buffers
+
+    @contextmanager
+    def _rejecting(self) -> Iterator[None]:
+        """Votes no if an exception ends what comes before the vote."""
+        # Not by a subclass's own sync().
+        checked = self._outcome.at == outcome.IN_QUORUM
+        self._outcome.at = outcome.BEFORE_VOTE
+        try:
+            if not checked:
+                checks.check_ready(self._model)
+            yield
+        except Exception as error:
+            self._reject(error)
+            raise
 
     def _reject(self, error: Exception) -> None:
         """Votes no, so that the process group is configured anew.
@@ -286,8 +355,8 @@ class LocalSGD(_upstream.LocalSGD):
         Without a vote the collectives under way would be paired with those of the next synchronization,
         which then commits wrong values.
         """
-        self._manager.report_error(error)
         try:
+            self._manager.report_error(error)
             # A vote before an asynchronous quorum is complete would drop the state that heals this group and
             # keep its step.
             self._manager.wait_quorum()
@@ -295,60 +364,37 @@ class LocalSGD(_upstream.LocalSGD):
         except Exception:
             logger.exception("the vote against a failed synchronization failed as well")
         else:
-            self._left = None
+            self._outcome.at = None
 
-    def _drop_failed_collective(self) -> None:
-        # The Manager keeps the exception of a failed collective until the next quorum, and the frames of its
-        # traceback hold the window.
-        failure = getattr(self._manager.errored(), "original_exception", None)
-        if isinstance(failure, BaseException):
-            _drop_locals(failure)
+    def _let_peers_read(self) -> None:
+        # A step that raised has left the Manager's lock on the state held, and no peer could heal from it.
+        allow = getattr(self._manager, "allow_state_dict_read", None)
+        if callable(allow):
+            allow()
 
+    def _report(self, committed: bool, reduced: float, written: float) -> None:
+        """Logs how a synchronization ended.
 
-def _drop_locals(error: BaseException) -> None:
-    """Clears the finished frames of ``error``: they hold buffers for as long as somebody holds ``error``."""
-    chain: list[BaseException] = []
-    pending: list[Optional[BaseException]] = [error]
-    while pending:
-        link = pending.pop()
-        if link is not None and link not in chain:
-            chain.append(link)
-            pending += [link.__cause__, link.__context__]
-    for link in chain:
-        trace = link.__traceback__
-        # Frames that called into the traceback and have returned since stay linked to it, with their locals.
-        frame = trace.tb_frame.f_back if trace is not None else None
-        while frame is not None and _clear(frame):
-            frame = frame.f_back
-        while trace is not None:
-            _clear(trace.tb_frame)
-            trace = trace.tb_next
+        Args:
+            committed: what the vote was.
+            reduced: seconds to reduce and stage.
+            written: seconds to write back.
 
-
-def _clear(frame: FrameType) -> bool:
-    """Clears the locals of a frame; returns False if it is still running, as all its callers are then."""
-    if frame.f_code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
-        # It may be suspended, a user's watchdog say, and clearing would end it.
-        return True
-    try:
-        frame.clear()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _log_plan(buffers: StagingBuffers) -> None:
-    by_device = []
-    for device, window in window_sizes(buffers.layouts, buffers.rounds).items():
-        sizes = [layout.nbytes for layout in buffers.layouts if layout.device == device]
-        by_device.append(
-            f"{device}: S = {format_bytes(sum(sizes))}, M = {format_bytes(max(sizes))}, "
-            f"window {format_bytes(window)}"
+        Raises:
+            ValueError: it was rejected for a reason that lets none succeed.
+        """
+        if committed:
+            self._outcome.committed()
+            logger.info(
+                "staged synchronization committed: %.1f ms to reduce and stage, %.1f ms to write back",
+                reduced * 1e3,
+                written * 1e3,
+            )
+            return
+        reason = self._outcome.rejected(self._manager)
+        logger.warning(
+            "staged synchronization rejected: %.1f ms to reduce and stage, nothing written; %s",
+            reduced * 1e3,
+            reason,
         )
-    logger.info(
-        "CPU staging is on: %d parameters in %d rounds; %s; host memory %s",
-        len(buffers.layouts),
-        len(buffers.rounds),
-        "; ".join(by_device) or "nothing to average",
-        format_bytes(host_bytes(buffers.layouts, buffers.rounds)),
-    )
+        checks.check_backend(failure_of(self._manager), self._allreduce_to_cpu)

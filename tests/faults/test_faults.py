@@ -20,7 +20,8 @@ import torch
 from fault_plans import KINDS, BrokenInvariant, Plan, run_plan
 from torch import nn
 
-from torchft._staging.buffers import StagingBuffers, local_shard
+from torchft._staging.buffers import StagingBuffers
+from torchft._staging.plan import local_shard
 from torchft.local_sgd import LocalSGD
 
 PLANS = int(os.environ.get("FAULT_PLANS", "40"))
@@ -92,28 +93,32 @@ class _WritesBeforeTheVote(LocalSGD):
     """Writes each average as soon as it is there."""
 
     @torch.no_grad()
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _average(self) -> list[torch.Tensor]:
+        buffers = self._buffers
+        assert buffers is not None
         for index, parameter in enumerate(self._model.parameters()):
             slot = buffers.slot(index)
             slot.copy_(local_shard(parameter))
             self._manager.allreduce(slot).wait()
             parameter.copy_(slot)
             buffers.host[index].copy_(slot)
+        return buffers.host
 
 
 class _WritesAfterARejection(LocalSGD):
     """Writes parameters after a vote of no."""
 
-    def _drop_failed_collective(self) -> None:
-        for parameter in self._model.parameters():
-            nn.init.zeros_(parameter)
+    def _report(self, committed: bool, reduced: float, written: float) -> None:
+        if not committed:
+            for parameter in self._model.parameters():
+                nn.init.zeros_(parameter)
 
 
 class _ForgetsTheFailedVote(LocalSGD):
     """Synchronizes again after an unknown outcome."""
 
     def sync(self) -> None:
-        self._left = None
+        self._outcome.at = None
         super().sync()
 
 

@@ -283,21 +283,22 @@ class _WatchedLocalSGD(LocalSGD):
             buffers.host = _FailingList(buffers.host, group)
         return buffers
 
-    def _write_back(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        group = self.group
+    def _write_back(self, averages: list[torch.Tensor]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        group, buffers = self.group, self._buffers
+        assert buffers is not None
         if group.armed == "interrupt_write_back":
-            real = buffers.averaged
+            real = buffers.bring_back
 
-            def averaged(index: int) -> torch.Tensor:
+            def bring_back(index: int, average: torch.Tensor) -> torch.Tensor:
                 if index == group.plan.position and group.fires("interrupt_write_back"):
                     raise KeyboardInterrupt
-                return real(index)
+                return real(index, average)
 
-            buffers.averaged = averaged  # type: ignore[method-assign]
+            buffers.bring_back = bring_back  # type: ignore[method-assign]
         try:
-            super()._write_back(buffers)
+            super()._write_back(averages)
         finally:
-            vars(buffers).pop("averaged", None)
+            vars(buffers).pop("bring_back", None)
 
 
 class _FailingList(list):  # type: ignore[type-arg]

@@ -137,7 +137,7 @@ def check_votes_after_exception(cls: MakeLocalSGD) -> None:
             local_sgd.sync()
         assert calls == 3, "the injected failure did not happen"
         manager.allreduce = allreduce  # type: ignore[method-assign]
-        local_sgd._left = None  # a variant may leave it set; the point here is what is committed next
+        local_sgd._outcome.at = None  # a variant may leave it set; the point here is what is committed next
         for _ in range(3):
             # In step: a group that has failed ends the other one here instead of in a quorum without it.
             replica.barrier.wait()

@@ -17,6 +17,7 @@ from properties import make
 from replica_threads import Replica, run_replicas
 
 from torchft import local_sgd
+from torchft._staging.frames import drop_locals
 from torchft.local_sgd import LocalSGD
 from torchft.process_group import ProcessGroupGloo
 
@@ -160,7 +161,7 @@ def test_dropping_locals_ends_no_suspended_generator() -> None:
 
     generator = watchdog()
     assert next(generator) == 1
-    local_sgd._drop_locals(errors[0])
+    drop_locals(errors[0])
     assert next(generator) == 2
 
 

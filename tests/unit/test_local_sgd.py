@@ -72,6 +72,7 @@ def test_signature_extends_the_release() -> None:
     assert [(p.name, p.default) for p in ours[len(release) :]] == [
         ("offload_averaged_parameters_to_cpu", False),
         ("offload_window_mb", None),
+        ("offload_allreduce_to_cpu", False),
     ]
 
 

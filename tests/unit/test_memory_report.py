@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchft._staging.buffers import ShardLayout, StagingBuffers
+from torchft._staging.buffers import StagingBuffers
+from torchft._staging.plan import ShardLayout, StagingPlan
 from torchft.local_sgd_memory import StagingMemory, added_time, staging_memory
 
 GIB = 1024**3
@@ -52,14 +53,12 @@ def test_report_is_what_the_buffers_take(window_mb: float | None) -> None:
     # Parameters of every layout and dtype; here on the CPU, where the window is host memory as well.
     model = odd_parameters(0)
     report = staging_memory(model, offload_window_mb=window_mb)
-    buffers = StagingBuffers(
-        [ShardLayout.of(parameter) for parameter in model.parameters()],
-        None if window_mb is None else int(window_mb * MIB),
-    )
+    layouts = [ShardLayout.of(parameter) for parameter in model.parameters()]
+    buffers = StagingBuffers(StagingPlan.of(layouts, None if window_mb is None else int(window_mb * MIB)))
     window = sum(tensor.nbytes for tensor in buffers._windows.values())
     assert report.host_bytes == sum(tensor.nbytes for tensor in buffers.host) + window
     assert report.by_device[0].window_bytes == window
-    assert report.rounds == len(buffers.rounds)
+    assert report.rounds == len(buffers.plan.rounds)
 
 
 def test_parameters_on_the_cpu_gain_nothing() -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import create_autospec
 
 import properties
 import pytest
 import torch
+from averaging_models import Parameters, random_tensor
+from places import ROOT
 
 from torchft import _upstream_local_sgd
-from torchft._staging.buffers import ShardLayout, StagingBuffers, local_shard
+from torchft._staging.buffers import StagingBuffers
+from torchft._staging.plan import ShardLayout, StagingPlan, local_shard
 from torchft.local_sgd import LocalSGD
+from torchft.manager import Manager
+
+OURS = ROOT / "torchft"
 
 
 @pytest.mark.parametrize("check", properties.PROPERTIES)
@@ -37,12 +49,16 @@ def test_window_bounds_device_memory(window_mb: float, bytes_in_window: int) -> 
 class NoStage(LocalSGD):
     """Keeps the averages on the device."""
 
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @torch.no_grad()
+    def _average(self) -> list[torch.Tensor]:
+        assert self._buffers is not None
+        averages = []
         for index, parameter in enumerate(self._model.parameters()):
-            slot = buffers.slot(index)
-            slot.copy_(local_shard(parameter).detach())
+            slot = self._buffers.slot(index)
+            slot.copy_(local_shard(parameter))
             self._manager.allreduce(slot).wait()
-            buffers.host[index] = slot.clone()
+            averages.append(slot.clone())
+        return averages
 
 
 class DelInsteadOfWindow(LocalSGD):
@@ -54,25 +70,28 @@ class DelInsteadOfWindow(LocalSGD):
         return buffers
 
     @torch.no_grad()
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        for index, parameter in enumerate(self._model.parameters()):
+    def _average(self) -> list[torch.Tensor]:
+        averages = []
+        for parameter in self._model.parameters():
             averaged = local_shard(parameter).clone()
             self._manager.allreduce(averaged).wait()
-            buffers.host[index].copy_(averaged)
+            averages.append(averaged.cpu())
             del averaged
+        return averages
 
     @torch.no_grad()
-    def _write_back(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        for host, parameter in zip(buffers.host, self._model.parameters(), strict=True):
-            parameter.copy_(host)
+    def _write_back(self, averages: list[torch.Tensor]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        for average, parameter in zip(averages, self._model.parameters(), strict=True):
+            parameter.copy_(average)
 
 
 class WriteBackBeforeVote(LocalSGD):
     """Does not wait for the vote."""
 
-    def _reduce_and_stage(self, buffers: StagingBuffers) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        super()._reduce_and_stage(buffers)
-        self._write_back(buffers)
+    def _average(self) -> list[torch.Tensor]:
+        averages = super()._average()
+        self._write_back(averages)
+        return averages
 
 
 class ContiguousCopies(LocalSGD):
@@ -88,9 +107,9 @@ class ContiguousCopies(LocalSGD):
                 layout.device,
                 layout.nbytes,
             )
-            for layout in buffers.layouts
+            for layout in buffers.plan.layouts
         ]
-        return StagingBuffers(layouts, self._window_bytes)
+        return StagingBuffers(StagingPlan.of(layouts, self._window_bytes))
 
 
 class NoVoteAfterException(LocalSGD):
@@ -116,11 +135,41 @@ def test_check_notices_broken_variant(broken: type[LocalSGD], check: Callable[..
 
 
 def test_default_path_is_the_code_of_the_release() -> None:
-    assert LocalSGD._average is _upstream_local_sgd.LocalSGD._average
-    delegating = LocalSGD._perform_sync.__code__
-    assert set(delegating.co_names) == {
-        "_offload_averaged_parameters_to_cpu",
-        "_perform_staged_sync",
-        "super",
+    """Whatever runs in an unstaged synchronization is the release's code, but for what hands on to it."""
+    model = Parameters([random_tensor(1, 3), random_tensor(2, 2)])
+    manager = create_autospec(Manager)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ran: dict[str, set[str]] = {}
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            ran.setdefault(frame.f_code.co_filename, set()).add(frame.f_code.co_name)
+
+    sys.setprofile(see)
+    try:
+        with LocalSGD(manager, model, optimizer, 1):
+            optimizer.step()
+    finally:
+        sys.setprofile(None)
+    handing_on = [
+        "__enter__",
+        "__exit__",
+        "_step_pre_hook",
+        "_step_post_hook",
+        "sync",
         "_perform_sync",
+        "_average",
+    ]
+    release = inspect.getfile(_upstream_local_sgd)
+    assert ran[release] == {"__init__", *handing_on, "extract_local_tensor"}
+    ours = {
+        (Path(file).name, name)
+        for file, names in ran.items()
+        if Path(file).is_relative_to(OURS)
+        for name in names
+    }
+    assert ours == {
+        *(("local_sgd.py", name) for name in ("__init__", *handing_on[1:])),
+        *(("checks.py", name) for name in ("check_switch", "window_bytes", "check_allreduce_to_cpu")),
+        ("outcome.py", "__init__"),
     }

@@ -1,20 +1,36 @@
-"""What CPU staging refuses: each mistake as a ValueError that says what to pass instead."""
+"""What CPU staging refuses, and when: each mistake as a ValueError that says what to pass instead."""
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
-from typing import Optional
+import sys
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import torch
 from torch import nn, optim
-from torch.distributed.tensor import DTensor
+from torch.distributed import Backend
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchft._staging.buffers import local_shard
-from torchft.manager import Manager
+from torchft._staging.fsdp import find_unsharded
+from torchft._staging.plan import StagingPlan, local_shard
+from torchft._staging.units import MIB
 
-MIB = 1024 * 1024
+logger: logging.Logger = logging.getLogger("torchft.local_sgd")
+
+_NAMES_SHOWN = 3
+
+
+# Before anything is made
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def window_bytes(offload_window_mb: Optional[float], offload: bool) -> Optional[int]:
@@ -27,7 +43,7 @@ def window_bytes(offload_window_mb: Optional[float], offload: bool) -> Optional[
         return None
     if (
         isinstance(offload_window_mb, bool)
-        or not isinstance(offload_window_mb, (int, float))
+        or not isinstance(offload_window_mb, numbers.Real)
         or not math.isfinite(offload_window_mb)
         or offload_window_mb < 0
     ):
@@ -38,7 +54,22 @@ def window_bytes(offload_window_mb: Optional[float], offload: bool) -> Optional[
         raise ValueError(
             f"offload_window_mb={offload_window_mb!r} needs offload_averaged_parameters_to_cpu=True"
         )
-    return int(offload_window_mb * MIB)
+    # No memory is larger, and a float that is too large has no whole number.
+    return sys.maxsize if offload_window_mb >= sys.maxsize // MIB else int(offload_window_mb * MIB)
+
+
+def check_allreduce_to_cpu(offload_allreduce_to_cpu: bool, offload: bool, window_mb: Optional[float]) -> None:
+    """Raises ValueError for a host all-reduce without staging or with a window, which it does not have."""
+    check_switch("offload_allreduce_to_cpu", offload_allreduce_to_cpu)
+    if not offload_allreduce_to_cpu:
+        return
+    if not offload:
+        raise ValueError("offload_allreduce_to_cpu=True needs offload_averaged_parameters_to_cpu=True")
+    if window_mb is not None:
+        raise ValueError(
+            f"offload_allreduce_to_cpu=True has no window, and offload_window_mb is {window_mb!r}: pass one "
+            "of them"
+        )
 
 
 def check_sync_every(sync_every: int) -> None:
@@ -62,7 +93,7 @@ def check_step_hooks(optimizer: optim.Optimizer) -> None:
         ) from error
 
 
-def check_quorum_mode(manager: Manager) -> None:
+def check_quorum_mode(manager: Any) -> None:
     """Raises ValueError for the quorum settings under which LocalSGD destroys weights."""
     # "is True": a test double has neither attribute, or a double in its place.
     if getattr(manager, "_use_async_quorum", None) is True and getattr(manager, "_init_sync", None) is True:
@@ -74,59 +105,128 @@ def check_quorum_mode(manager: Manager) -> None:
         )
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Raises ValueError for a parameter that can't be averaged or whose average can't be written back."""
-    for name, parameter in model.named_parameters():
-        # May still be materialized before the first synchronization.
-        if not is_lazy(parameter):
-            _check_parameter(name, parameter)
+# What the Manager's process group can reduce
 
 
-def mesh_dimensions(model: nn.Module) -> dict[str, int]:
-    """Returns the number of mesh dimensions of every parameter that is a DTensor, by name."""
-    return {
-        name: parameter.device_mesh.ndim
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor)
-    }
+def process_group_name(manager: Any) -> str:
+    """Returns the backend's name as the Manager's process group tells it; empty for a test double."""
+    tell = getattr(getattr(manager, "_pg", None), "getBackendName", None)
+    name = tell() if callable(tell) else None
+    return name if isinstance(name, str) else ""
 
 
-def check_ready(model: nn.Module, dimensions: dict[str, int]) -> None:
-    """Checks the parameters at the moment of a synchronization.
+def check_process_group(manager: Any, model: Any, allreduce_to_cpu: bool) -> None:
+    """Raises ValueError for a process group that is known not to reduce what it is going to be given.
 
     Args:
-        model: the module that is synchronized.
-        dimensions: the mesh dimensions that each DTensor has while it is sharded. While a module is
-            unsharded FSDP2 swaps another parameter in, a plain tensor, or with tensor parallelism a DTensor
-            on a smaller mesh; an average written into that one vanishes when the module is resharded.
+        manager: its process group counts; whatever does not say what it is passes.
+        model: whose parameters are reduced.
+        allreduce_to_cpu: whether host copies are reduced, wherever the parameters are.
+    """
+    name = process_group_name(manager)
+    if _takes_cpu_tensors(name) is not False:
+        return
+    if allreduce_to_cpu:
+        raise ValueError(
+            "offload_allreduce_to_cpu=True needs a process group that reduces CPU tensors, and the Manager's "
+            f"is {name!r}: pass the Manager a ProcessGroupGloo, or offload_window_mb=0 to LocalSGD instead"
+        )
+    for index, parameter in enumerate(model.parameters()):
+        if local_shard(parameter).device.type == "cpu":
+            raise ValueError(
+                f"parameter {_name(model, index, parameter)} is on the CPU, and the Manager's process group, "
+                f"{name!r}, can't reduce CPU tensors: move the model to the accelerator, or pass the Manager "
+                "a ProcessGroupGloo"
+            )
+
+
+def _takes_cpu_tensors(name: str) -> Optional[bool]:
+    """Whether a backend has a CPU side, as PyTorch knows its backends; None for one that it does not know."""
+    backend = name.lower().rpartition("-")[2]
+    devices = Backend.backend_capability.get(backend)
+    return None if devices is None else "cpu" in devices
+
+
+def check_backend(failure: Optional[BaseException], allreduce_to_cpu: bool) -> None:
+    """Raises ValueError if a synchronization was rejected since nothing can reduce what it was given.
+
+    PyTorch's process groups say so only when they are called, and it will be so every time.
+
+    Args:
+        failure: of the rejected synchronization.
+        allreduce_to_cpu: whether it reduced host copies.
+    """
+    if failure is None or "No backend type associated with device type" not in str(failure):
+        return
+    advice = (
+        "leave offload_allreduce_to_cpu out, or pass the Manager a process group that reduces CPU tensors"
+        if allreduce_to_cpu
+        else "move the model to a device that it can reduce, or pass the Manager another process group"
+    )
+    raise ValueError(
+        f"the Manager's process group can't reduce what it is given, so no synchronization can succeed "
+        f"({failure}): {advice}"
+    ) from failure
+
+
+# Parameters, when LocalSGD is made
+
+
+def check_parameters(model: Any) -> None:
+    """Raises ValueError for a parameter that can't be averaged or whose average can't be written back."""
+    for index, parameter in enumerate(model.parameters()):
+        # May still be materialized before the first synchronization.
+        if not is_lazy(parameter):
+            _check_parameter(model, index, parameter)
+
+
+def warn_of_other_optimizers(model: Any, optimizer: Any) -> None:
+    """Warns of trainable parameters that ``optimizer`` does not step: synchronizations follow its steps."""
+    if not isinstance(optimizer, optim.Optimizer):
+        return
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    others = [
+        (index, parameter)
+        for index, parameter in enumerate(model.parameters())
+        if parameter.requires_grad and id(parameter) not in stepped
+    ]
+    if not others:
+        return
+    names = ", ".join(_name(model, index, parameter) for index, parameter in others[:_NAMES_SHOWN])
+    logger.warning(
+        "%d of the model's trainable parameters (%s%s) are not in the optimizer that LocalSGD was given. Its "
+        "steps alone are counted, so synchronizations may come in the middle of a step, at other times than "
+        "meant, or never. Pass the optimizer that steps the whole model, or call sync() yourself",
+        len(others),
+        names,
+        ", ..." if len(others) > _NAMES_SHOWN else "",
+    )
+
+
+# Parameters, at the moment of a synchronization
+
+
+def check_ready(model: Any) -> None:
+    """Checks the parameters before anything of a synchronization is sent.
 
     Raises:
         ValueError: a parameter is uninitialized, unsharded, or one that :func:`check_parameters` refuses.
     """
-    for name, parameter in model.named_parameters():
+    parameters = list(model.parameters())
+    for index, parameter in enumerate(parameters):
         if is_lazy(parameter):
             raise ValueError(
-                f"parameter {name!r} is not initialized: run one forward pass before the first "
-                "synchronization"
+                f"parameter {_name(model, index, parameter)} is not initialized: run one forward pass before "
+                "the first synchronization"
             )
-        ndim = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
-        if ndim < dimensions.get(name, 0):
-            raise ValueError(
-                f"parameter {name!r} was a DTensor when LocalSGD was made and is unsharded now, so its "
-                "average would be lost: call reshard() on its FSDP module before the synchronization, or "
-                "let the last microbatch reshard again with set_reshard_after_backward(True)"
-            )
-        _check_parameter(name, parameter)
-
-
-def _check_parameter(name: str, parameter: torch.Tensor) -> None:
-    shard = local_shard(parameter)
-    if shard.device.type == "meta":
+        _check_parameter(model, index, parameter)
+    unsharded = find_unsharded(model, parameters)
+    if unsharded is not None:
+        index, advice = unsharded
         raise ValueError(
-            f"parameter {name!r} is on the meta device and has no values: materialize the model first, with "
-            "to_empty() and its initialization"
+            f"parameter {_name(model, index, parameters[index])} is unsharded at this moment, so its average "
+            f"would be lost: {advice}"
         )
-    check_averageable(name, shard, shard.dtype)
 
 
 def check_averageable(name: str, shard: torch.Tensor, dtype: torch.dtype) -> None:
@@ -137,18 +237,105 @@ def check_averageable(name: str, shard: torch.Tensor, dtype: torch.dtype) -> Non
         shard: what this rank holds; on the meta device, too.
         dtype: the element type that it has in training.
     """
-    if shard.layout != torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has layout {shard.layout}: LocalSGD averages dense parameters only"
+    problem = _problem(shard, dtype)
+    if problem is not None:
+        raise ValueError(f"parameter {name!r} {problem}")
+
+
+def _check_parameter(model: Any, index: int, parameter: torch.Tensor) -> None:
+    shard = local_shard(parameter)
+    problem = _problem(shard, shard.dtype)
+    if problem is None and shard.device.type == "meta":
+        problem = (
+            "is on the meta device and has no values: materialize the model first, with to_empty() and its "
+            "initialization"
         )
+    if problem is not None:
+        raise ValueError(f"parameter {_name(model, index, parameter)} {problem}")
+
+
+def _problem(shard: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
+    """Returns why a local shard has no average, None if it has one."""
+    if shard.layout != torch.strided:
+        return f"has layout {shard.layout}: LocalSGD averages dense parameters only"
     # Averaging divides, and PyTorch has no division for the 8-bit floats.
     if not dtype.is_floating_point or torch.finfo(dtype).bits < 16:
-        raise ValueError(
-            f"parameter {name!r} has dtype {dtype}, which has no average: LocalSGD takes 16, 32 and "
-            "64-bit floating-point parameters; register anything else as a buffer"
+        return (
+            f"has dtype {dtype}, which has no average: LocalSGD takes 16, 32 and 64-bit floating-point "
+            "parameters; register anything else as a buffer"
         )
     if any(size > 1 and stride == 0 for size, stride in zip(shard.shape, shard.stride(), strict=True)):
-        raise ValueError(
-            f"parameter {name!r} of shape {tuple(shard.shape)} and strides {shard.stride()} is expanded: "
-            "several elements share one memory location and can't be written; make it contiguous()"
+        return (
+            f"of shape {tuple(shard.shape)} and strides {shard.stride()} is expanded: several elements share "
+            "one memory location and can't be written; make it contiguous()"
         )
+    if is_traceable_wrapper_subclass(shard) and not _is_one_tensor(shard):
+        return (
+            f"is a {type(shard).__name__}, which is not shown to hold one {dtype} tensor of shape "
+            f"{tuple(shard.shape)} and no other: its average can't be written back. Convert the model after "
+            "training, or register the tensor as a buffer"
+        )
+    return None
+
+
+def _is_one_tensor(wrapper: Any) -> bool:
+    """Whether a wrapper subclass holds one plain tensor of its own shape, dtype and memory order, no more."""
+    # Of several tensors a copy is carried out one by one, and the last one wins.
+    inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    if len(inner) != 1 or not isinstance(inner[0], torch.Tensor):
+        return False
+    (held,) = inner
+    if is_traceable_wrapper_subclass(held) and not _is_one_tensor(held):
+        return False
+    return (held.shape, held.stride(), held.dtype, held.device, held.layout) == (
+        wrapper.shape,
+        wrapper.stride(),
+        wrapper.dtype,
+        wrapper.device,
+        torch.strided,
+    )
+
+
+# Parameters, after the vote
+
+
+def find_change(
+    plan: StagingPlan, parameters: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]
+) -> Optional[str]:
+    """Says whether averages can't be written back, since the parameters are others than those averaged.
+
+    Args:
+        plan: of the synchronization.
+        parameters: what the model has now.
+        averages: what is to be written into them.
+
+    Returns:
+        What differs, or None.
+    """
+    counts = {len(plan.layouts), len(parameters), len(averages)}
+    if len(counts) > 1:
+        return (
+            f"the model had {len(plan.layouts)} parameters when the synchronization began and has "
+            f"{len(parameters)} now, for {len(averages)} averages"
+        )
+    for index, (layout, parameter, average) in enumerate(
+        zip(plan.layouts, parameters, averages, strict=True)
+    ):
+        shard = local_shard(parameter)
+        if (tuple(shard.shape), shard.dtype) != (layout.shape, layout.dtype):
+            return (
+                f"parameter number {index} was {layout.dtype} of shape {layout.shape} when the "
+                f"synchronization began and is {shard.dtype} of shape {tuple(shard.shape)} now"
+            )
+        if tuple(average.shape) != layout.shape:
+            return f"the average of parameter {index} has shape {tuple(average.shape)}, not {layout.shape}"
+    return None
+
+
+def _name(model: Any, index: int, parameter: torch.Tensor) -> str:
+    """Returns a parameter's name for a message; adapters that override parameters() may have no names."""
+    if isinstance(model, nn.Module):
+        for name, candidate in model.named_parameters():
+            if candidate is parameter:
+                return repr(name)
+    return f"number {index}"

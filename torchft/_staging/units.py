@@ -6,6 +6,9 @@ import argparse
 import re
 from collections.abc import Sequence
 
+MIB = 1024**2
+GIB = 1024**3
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # As SLURM, Docker and Kubernetes write sizes: 64G, 64g and 64Gi are 64 GiB. 64GB is decimal.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(|i|iB|B)", re.IGNORECASE)

@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchft._staging.buffers import ShardLayout, host_bytes, local_shard, plan_rounds, window_sizes
-from torchft._staging.checks import check_averageable, window_bytes
+from torchft._staging.checks import check_allreduce_to_cpu, check_averageable, window_bytes
 from torchft._staging.host_memory import available_host_memory, local_world_size
+from torchft._staging.plan import ShardLayout, StagingPlan, local_shard
 from torchft.local_sgd_memory.report import DeviceShare, PeakMemory, StagingMemory
 
 __all__ = ["AddedTime", "DeviceShare", "PeakMemory", "StagingMemory", "added_time", "staging_memory"]
@@ -89,6 +89,7 @@ def staging_memory(
     shards: int = 1,
     dtype: Optional[torch.dtype] = None,
     offload_window_mb: Optional[float] = None,
+    allreduce_to_cpu: bool = False,
     ranks_per_host: Optional[int] = None,
     host_memory: Optional[int] = None,
 ) -> StagingMemory:
@@ -103,6 +104,7 @@ def staging_memory(
             each parameter as ``torch.chunk`` does. The rank with the most counts.
         dtype: for a conversion that has not happened yet: element type of the floating-point parameters.
         offload_window_mb: as LocalSGD gets it, in MiB.
+        allreduce_to_cpu: LocalSGD's ``offload_allreduce_to_cpu``: reduce the host copies themselves.
         ranks_per_host: ranks of one host; default: LOCAL_WORLD_SIZE, else 1.
         host_memory: bytes of host memory that those ranks may take; default: what is available on this
             host, within the limits of its cgroups.
@@ -111,6 +113,7 @@ def staging_memory(
         ValueError: for an argument that can't be used, and for parameters that LocalSGD can't average.
     """
     window = window_bytes(offload_window_mb, offload=True)
+    check_allreduce_to_cpu(allreduce_to_cpu, True, offload_window_mb)
     for name, value in (("shards", shards), ("ranks_per_host", ranks_per_host)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -121,11 +124,10 @@ def staging_memory(
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to average")
 
     layouts = [_layout(name, parameter, shards, dtype) for name, parameter in named.items()]
-    rounds = plan_rounds(layouts, window)
-    windows = window_sizes(layouts, rounds)
+    plan = StagingPlan.of(layouts, window, allreduce_to_cpu)
     by_device = tuple(
-        _device_share(device, window, [layout.nbytes for layout in layouts if layout.device == device])
-        for device, window in windows.items()
+        DeviceShare(str(device), total, largest, plan.windows.get(device, 0))
+        for device, (total, largest) in plan.devices.items()
     )
     by_dtype: dict[str, int] = {}
     for layout in layouts:
@@ -142,13 +144,14 @@ def staging_memory(
         total_bytes=total,
         largest_bytes=largest.nbytes,
         largest_name=largest_name,
-        rounds=len(rounds),
+        rounds=len(plan.rounds),
+        allreduce_to_cpu=allreduce_to_cpu,
         by_dtype=by_dtype,
         by_device=by_device,
         device_bytes_original=original,
         device_bytes_staged=staged,
         saved_bytes=original - staged,
-        host_bytes=host_bytes(layouts, rounds),
+        host_bytes=plan.host_bytes,
         link_bytes_committed=2 * original,
         link_bytes_rejected=original,
         ranks_per_host=local_world_size() if ranks_per_host is None else ranks_per_host,
@@ -156,10 +159,6 @@ def staging_memory(
         host_memory_given=host_memory is not None,
         bytes_by_tensor=tuple(layout.nbytes for layout in layouts),
     )
-
-
-def _device_share(device: torch.device, window: int, sizes: Sequence[int]) -> DeviceShare:
-    return DeviceShare(str(device), total_bytes=sum(sizes), largest_bytes=max(sizes), window_bytes=window)
 
 
 def _layout(name: str, parameter: torch.Tensor, shards: int, dtype: Optional[torch.dtype]) -> ShardLayout:

@@ -45,7 +45,8 @@ class StagingMemory:
         total_bytes: S, all local parameters.
         largest_bytes: M, the largest local parameter.
         largest_name: its name.
-        rounds: how often the window is filled in one synchronization.
+        rounds: how often the window is filled in one synchronization; 1 with a host all-reduce.
+        allreduce_to_cpu: whether the host copies themselves are reduced.
         by_dtype: S by element type.
         by_device: S, M and the window by device.
         device_bytes_original: what a synchronization without staging adds on the accelerator.
@@ -68,6 +69,7 @@ class StagingMemory:
     largest_bytes: int
     largest_name: str
     rounds: int
+    allreduce_to_cpu: bool
     by_dtype: dict[str, int]
     by_device: tuple[DeviceShare, ...]
     device_bytes_original: int
@@ -149,7 +151,11 @@ class StagingMemory:
             ("  M, the largest", M, self.largest_name),
         ]
         accelerators = [share for share in self.by_device if not share.is_host]
-        rounds = f"in {self.rounds:,} round{'s' * (self.rounds > 1)}"
+        rounds = (
+            "reduced on the host"
+            if self.allreduce_to_cpu
+            else f"in {self.rounds:,} round{'s' * (self.rounds > 1)}"
+        )
         for share in accelerators:
             where = "the device" if len(self.by_device) == 1 else share.device
             saved = share.total_bytes - share.window_bytes

@@ -1,4 +1,4 @@
-"""Layouts, rounds and windows of a staged synchronization."""
+"""Layouts, rounds, windows and buffers of a staged synchronization."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import pytest
 import torch
 from averaging_models import odd_parameters
 
-from torchft._staging.buffers import ShardLayout, StagingBuffers, plan_rounds, window_sizes
+from torchft._staging.buffers import StagingBuffers
+from torchft._staging.plan import ShardLayout, StagingPlan
 
 
 def layouts_of(*sizes: int, device: str = "cpu") -> list[ShardLayout]:
     return [ShardLayout((size,), (1,), torch.uint8, torch.device(device), size) for size in sizes]
-
-
-def indices(rounds: list[list]) -> list[list[int]]:
-    return [[placement.index for placement in placements] for placements in rounds]
 
 
 def test_layout_is_that_of_clone() -> None:
@@ -36,9 +33,9 @@ def test_layout_is_that_of_clone() -> None:
 )
 def test_rounds_keep_order_and_fit(window_bytes: int | None, expected: list[list[int]]) -> None:
     layouts = layouts_of(100, 100, 250, 64, 128)
-    rounds = plan_rounds(layouts, window_bytes)
-    assert indices(rounds) == expected
-    (size,) = window_sizes(layouts, rounds).values()
+    plan = StagingPlan.of(layouts, window_bytes)
+    assert [list(indices) for indices in plan.rounds] == expected
+    (size,) = plan.windows.values()
     assert size >= 250
     if window_bytes is not None:
         assert size <= max(window_bytes, 250)
@@ -46,8 +43,8 @@ def test_rounds_keep_order_and_fit(window_bytes: int | None, expected: list[list
 
 def test_slots_of_a_round_are_aligned_and_apart() -> None:
     layouts = [ShardLayout.of(parameter) for parameter in odd_parameters(1).parameters()]
-    buffers = StagingBuffers(layouts, 1 << 20)
-    assert len(buffers.rounds) == 1
+    buffers = StagingBuffers(StagingPlan.of(layouts, 1 << 20))
+    assert len(buffers.plan.rounds) == 1
     for index in range(len(layouts)):
         slot = buffers.slot(index)
         assert slot.data_ptr() % 64 == 0 or slot.numel() == 0
@@ -58,19 +55,16 @@ def test_slots_of_a_round_are_aligned_and_apart() -> None:
 
 def test_each_device_has_its_own_window() -> None:
     layouts = [*layouts_of(100, 100), *layouts_of(40, 40, device="meta"), *layouts_of(100)]
-    rounds = plan_rounds(layouts, 0)
+    plan = StagingPlan.of(layouts, 0)
     # 100 fills the window of the first device; the other device's 40 is alone in its own.
-    assert indices(rounds) == [[0], [1, 2], [3, 4]]
-    assert {device.type: size for device, size in window_sizes(layouts, rounds).items()} == {
-        "cpu": 100,
-        "meta": 40,
-    }
+    assert plan.rounds == ((0,), (1, 2), (3, 4))
+    assert {device.type: size for device, size in plan.windows.items()} == {"cpu": 100, "meta": 40}
 
 
 def test_host_copy_of_a_host_tensor_is_a_copy() -> None:
     parameter = torch.arange(6.0).view(2, 3)
-    buffers = StagingBuffers([ShardLayout.of(parameter)], None)
+    buffers = StagingBuffers(StagingPlan.of([ShardLayout.of(parameter)], None))
     buffers.slot(0).copy_(parameter)
     buffers.host[0].copy_(buffers.slot(0))
     buffers.slot(0).zero_()
-    assert torch.equal(buffers.averaged(0), parameter)
+    assert torch.equal(buffers.bring_back(0, buffers.host[0]), parameter)
