@@ -17,9 +17,10 @@ import endurance_worker
 import psutil
 import pytest
 from endurance_worker import BEHIND, COMMITTED, RAISES, REPORTED, SYNCHRONIZATIONS, WARM_UP, Sample, plan
-from test_example import BOTH, SMALL, Run, gone, results
+from job import BOTH, SMALL, Run, gone, results
 
-MIB = 1024 * 1024
+from torchft._staging.units import MIB
+
 # A leak grows from sample to sample, what is only late to go is not in every one.
 SAMPLES_COMPARED = 3
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 
 import psutil
 import pytest
 
-from torchft._launch.lighthouse import LighthouseProcess, check_host, check_lighthouse
+from torchft._launch.cli import UserError
+from torchft._launch.lighthouse import check_lighthouse
 from torchft._launch.replicas import Exit, Message, ReplicaFailed, ReplicaGroups
 
 # As torchft._launch.replicas.send() does, without the seconds that importing PyTorch takes.
@@ -111,6 +110,19 @@ if os.environ["REPLICA_GROUP_ID"] == "1":
     assert message.startswith("group 1 rank 0 failed (exit code 1)\nTraceback")
     assert message.endswith("RuntimeError: the disk is on fire")
     assert "a log line" in exits[1].output
+
+
+def test_a_mistake_that_a_rank_finds_is_its_own_line() -> None:
+    code = (
+        "print('a log line'); print('python -m x.worker: --data: no such file', file=sys.stderr); sys.exit(2)"
+    )
+    with ReplicaGroups(program(code), replicas=1) as groups:
+        groups.start_all()
+        (end,) = groups.events(timeout=60)
+    assert isinstance(end, Exit)
+    with pytest.raises(UserError) as mistake:
+        end.check()
+    assert str(mistake.value) == "--data: no such file"
 
 
 def test_a_group_can_be_killed_and_started_again_with_a_fresh_store() -> None:
@@ -212,56 +224,6 @@ def test_nothing_survives_a_sigkill_of_the_parent() -> None:
         parent.kill()
         parent.communicate(timeout=20)
     wait_until(lambda: not any(running(pid) for pid in pids))
-
-
-def test_a_lighthouse_is_told_from_other_servers() -> None:
-    with LighthouseProcess(min_replicas=1) as lighthouse:
-        check_lighthouse(lighthouse.address)
-    with http.server.HTTPServer(("localhost", 0), http.server.SimpleHTTPRequestHandler) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        try:
-            with pytest.raises(ValueError, match="no lighthouse"):
-                check_lighthouse(f"http://localhost:{other.server_port}")
-        finally:
-            other.shutdown()
-
-
-@pytest.mark.parametrize(
-    "url", ["localhost:29510", "http://localhost", "http://x:port", "http://[::1", "", "grpc://a:1"]
-)
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"pass http://HOST:PORT"):
-        check_lighthouse(url)
-
-
-def test_a_lighthouse_that_cannot_start_says_why() -> None:
-    with LighthouseProcess(min_replicas=1) as lighthouse:
-        port = int(lighthouse.address.rpartition(":")[2])
-        with pytest.raises(RuntimeError, match="the lighthouse did not start"):
-            LighthouseProcess(min_replicas=1, port=port)
-
-
-def test_a_proxy_is_not_asked_for_the_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://localhost:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    with LighthouseProcess(min_replicas=1) as lighthouse:
-        check_lighthouse(lighthouse.address)
-
-
-def test_a_machine_without_a_name_is_refused() -> None:
-    check_host()
-    with pytest.raises(ValueError, match="does not resolve"):
-        check_host("no-such-host.invalid")
-
-
-def test_a_machine_without_ipv6_sockets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Switching IPv6 off for real takes a reboot.
-    def no_ipv6(*args: object) -> socket.socket:
-        raise OSError("Address family not supported by protocol")
-
-    monkeypatch.setattr(socket, "socket", no_ipv6)
-    with pytest.raises(ValueError, match="IPv6 sockets are off"):
-        check_host("localhost")
 
 
 def test_pipes_and_processes_do_not_pile_up() -> None:

@@ -16,11 +16,11 @@ from averaging_models import Parameters, random_tensor
 from replica_threads import Replica, run_replicas
 from torch import nn
 
+from torchft._staging.units import MIB
 from torchft.local_sgd import LocalSGD
 from torchft.local_sgd_memory import StagingMemory, staging_memory
 from torchft.process_group import ProcessGroupGloo
 
-MIB = 1024 * 1024
 SYNCHRONIZATIONS = 50
 # MiB; one per group
 WINDOWS = (None, 3)

@@ -28,9 +28,8 @@ from torchtitan.config import ConfigManager
 
 from torchft._launch import child_process
 from torchft._launch.lighthouse import LighthouseProcess
+from torchft._staging.units import MIB
 from torchft.titan.trainer import FaultTolerantTrainer
-
-MIB = 1024 * 1024
 
 
 def torchrun(text: str, **variables: str) -> list[str]:

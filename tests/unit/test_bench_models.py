@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchft._staging.units import MIB
 from torchft.local_sgd_bench.cases import build
 
-MIB = 1024 * 1024
 CPU = torch.device("cpu")
 
 

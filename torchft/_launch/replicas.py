@@ -33,6 +33,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchft._launch import child_process
+from torchft._launch.cli import UserError
 from torchft._launch.lighthouse import LighthouseProcess, check_host, check_lighthouse
 
 __all__ = ["Exit", "Message", "ReplicaFailed", "ReplicaGroups", "attached", "send"]
@@ -80,9 +81,18 @@ class Exit:
     killed: bool
 
     def check(self) -> None:
-        """Raises ReplicaFailed unless the rank ended well or was killed on purpose."""
-        if self.returncode != 0 and not self.killed:
-            raise ReplicaFailed(self)
+        """Raises unless the rank ended well or was killed on purpose.
+
+        Raises:
+            UserError: the rank ended with exit code 2 and one line about the user's mistake: that line.
+            ReplicaFailed: it failed otherwise.
+        """
+        if self.returncode == 0 or self.killed:
+            return
+        if self.returncode == 2 and self.output:
+            # As cli.run() prints it, after the name of the rank's program.
+            raise UserError(self.output[-1].partition(": ")[2])
+        raise ReplicaFailed(self)
 
 
 class ReplicaFailed(Exception):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from torchft._staging.units import MIB
 from torchft.local_sgd_bench.results import ORIGINAL, Results
-
-_MIB = 1024 * 1024
 
 
 def write_plot(path: str, results: Results) -> None:
@@ -47,9 +46,9 @@ def write_plot(path: str, results: Results) -> None:
     time.set_xlabel("milliseconds of a synchronization (bar: quartiles), ratio to original")
 
     extra = [results.summary(case).extra or 0 for case in cases]
-    bars = memory.barh(positions, [nbytes / _MIB for nbytes in extra], color=colors, height=0.5)
+    bars = memory.barh(positions, [nbytes / MIB for nbytes in extra], color=colors, height=0.5)
     memory.bar_label(bars, fmt="%.2f", padding=3)
-    memory.set_xlim(0, 1.25 * max(*extra, 1) / _MIB)
+    memory.set_xlim(0, 1.25 * max(*extra, 1) / MIB)
     memory.set_xlabel(
         "extra device memory (MiB)" if results.device_statistics else "averaging temporaries at once (MiB)"
     )

@@ -181,6 +181,27 @@ class Results:
             ),
         )
 
+    @property
+    def step_milliseconds(self) -> float:
+        """Milliseconds of a step of ``original`` without synchronizations, but with the wait for quorums."""
+        original = self.summary(ORIGINAL)
+        return 1e3 / original.steps_per_second - original.sync.median / self.options["sync_every"]
+
+    def added_per_step(self, case: str, sync_every: int) -> tuple[float, float]:
+        """Spreads the longer synchronization over the steps between two of them.
+
+        Args:
+            case: its name.
+            sync_every: optimizer steps between synchronizations, which need not be those of the run.
+
+        Returns:
+            Milliseconds added to the average step, negative where the case is faster, and their share of the
+            average step of ``original``.
+        """
+        original = self.summary(ORIGINAL).sync.median / sync_every
+        added = self.summary(case).sync.median / sync_every - original
+        return added, added / (self.step_milliseconds + original)
+
     def problems(self) -> list[str]:
         """Returns what failed, in one sentence each; nothing if all is well."""
         problems = []
