@@ -281,7 +281,7 @@ def _problem(shard: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
 def _is_one_tensor(wrapper: Any) -> bool:
     """Whether a wrapper subclass holds one plain tensor of its own shape, dtype and memory order, no more."""
     # Of several tensors a copy is carried out one by one, and the last one wins.
-    inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    inner = [getattr(wrapper, name, None) for name in wrapper.__tensor_flatten__()[0]]
     if len(inner) != 1 or not isinstance(inner[0], torch.Tensor):
         return False
     (held,) = inner
