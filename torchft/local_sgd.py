@@ -319,7 +319,7 @@ class LocalSGD(_upstream.LocalSGD):
         if change is not None:
             self._outcome.at = outcome.CHANGED
             raise RuntimeError(f"the committed average can't be written back, and nothing was: {change}")
-        for index, (parameter, average) in enumerate(zip(parameters, averages)):
+        for index, (parameter, average) in enumerate(zip(parameters, averages, strict=True)):
             with on_device(self._buffers.plan.layouts[index].device):
                 average = self._buffers.bring_back(index, average)
                 if (

@@ -82,10 +82,10 @@ def test_on_a_nightly(environment: Environment, checkout: Path) -> None:
 
 def test_to_work_on_it(environment: Environment, checkout: Path) -> None:
     """The tests refuse to run what is not the checkout; collecting some of them is enough to see that."""
-    commands = block("contributing.rst", "pip install -e '.[dev]'")
-    assert commands == block("install.rst", "pip install -e '.[dev]'") + "pytest\n"
+    commands = block("CONTRIBUTING.md", "pip install -e '.[dev]'")
+    assert commands == block("install.rst", "pip install -e '.[dev]'")
     some = "--collect-only -q tests/unit/test_cli.py"
-    said = follow(commands, environment, checkout, {"PYTEST_ADDOPTS": some, **QUICK})
+    said = follow(commands + "pytest\n", environment, checkout, {"PYTEST_ADDOPTS": some, **QUICK})
     assert "tests/unit/test_cli.py::" in said
 
 

@@ -293,7 +293,7 @@ def _gradient_norm(model: nn.Module) -> float:
 def _same_weights(model: nn.Module, other: nn.Module) -> bool:
     return all(
         torch.equal(_bits(parameter), _bits(other_parameter))
-        for parameter, other_parameter in zip(model.parameters(), other.parameters())
+        for parameter, other_parameter in zip(model.parameters(), other.parameters(), strict=True)
     )
 
 
