@@ -35,7 +35,7 @@ def changed(groups: int, staged: bool) -> list[tuple[int, float]]:
     before = [weights.bfloat16(), weights]
     results = averages([before] * groups, staged)
     figures = []
-    for first, *others in zip(before, *results):
+    for first, *others in zip(before, *results, strict=True):
         assert all(torch.equal(others[0], other) for other in others)
         worst = (others[0] - first).double().abs() / first.double().abs().clamp_min(1e-9)
         figures.append((round(100 * int((others[0] != first).sum()) / COUNT), 100 * float(worst.max())))
