@@ -139,7 +139,7 @@ def index_settings() -> dict[str, str]:
     named = os.environ.get("PIP_CONFIG_FILE", "")
     listed = run_pip({"PIP_CONFIG_FILE": named, "PIP_QUIET": "0"}, "config", "list", "--verbose")
     if listed.returncode != 0:
-        raise refuse(f"`python -m pip config list` fails: {' '.join(listed.stdout.split())}")
+        raise refuse(f"python -m pip config list fails: {' '.join(listed.stdout.split())}")
     files = re.findall("will try loading '(.*)'", listed.stdout)
     files.sort(key=lambda file: file == named)  # what it says counts most; pip before 24 lists it first
     parser = RawConfigParser()

@@ -109,7 +109,7 @@ def test_refuses_a_broken_configuration_of_pip(tree: Path, tmp_path: Path) -> No
     said = refusal(
         hatchling(tree, tmp_path / "out", {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}, check=False)
     )
-    assert said.startswith("torchft: `python -m pip config list` fails: ")
+    assert said.startswith("torchft: python -m pip config list fails: ")
     assert "File contains no section headers" in said
 
 
