@@ -47,7 +47,7 @@ class Voting(LocalSGD):
         averages = self._average()
         if self._manager.should_commit():
             with torch.no_grad():
-                for parameter, average in zip(self._model.parameters(), averages):
+                for parameter, average in zip(self._model.parameters(), averages, strict=True):
                     parameter.copy_(average)
 
 
@@ -86,7 +86,7 @@ def test_subclass_gets_the_average(cls: type[LocalSGD], factor: int, way: str) -
 
     groups = run_replicas(2, body)
     first = [equal_parameters(index, 3).parameters() for index in range(2)]
-    for a, b, *averages in zip(*first, *groups):
+    for a, b, *averages in zip(*first, *groups, strict=True):
         for average in averages:
             assert torch.equal(average, factor * factor * (a + b) / 2)
 
@@ -122,7 +122,7 @@ def test_average_alone_returns_host_tensors_in_order(way: str) -> None:
     local = new(LocalSGD, way, model, LocalManager())
     averages = local._average()
     assert all(average.device.type == "cpu" and not average.requires_grad for average in averages)
-    for average, parameter in zip(averages, model.parameters()):
+    for average, parameter in zip(averages, model.parameters(), strict=True):
         assert torch.equal(average, parameter.detach().cpu())
     local.sync()
 

@@ -37,7 +37,7 @@ class Wrapped(torch.Tensor):
         )
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        for name, tensor in zip(self.names, tensors):
+        for name, tensor in zip(self.names, tensors, strict=False):
             setattr(self, name, tensor)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ def _quadratic(model: nn.Module) -> StepFn:
     def step(number: int) -> torch.Tensor:
         # The bench seeds torch for every step and group: that is the batch.
         targets = torch.randn(len(list(model.parameters()))).tolist()
-        losses = [(p - target).square().sum() for p, target in zip(model.parameters(), targets)]
+        losses = [(p - target).square().sum() for p, target in zip(model.parameters(), targets, strict=True)]
         return torch.stack(losses).sum() / 2
 
     return step
