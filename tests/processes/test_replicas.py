@@ -83,7 +83,7 @@ def test_what_only_one_process_can_have_is_not_inherited(
     files = ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
     for name, value in {**settings, **dict.fromkeys(files, "/tmp/rank_")}.items():
         monkeypatch.setenv(name, value)
-    with ReplicaGroups(program("send(env=dict(os.environ))"), replicas=2) as groups:
+    with ReplicaGroups(scripted("send(env=dict(os.environ))"), replicas=2) as groups:
         groups.start_all()
         events = list(groups.events(timeout=60))
     environments = [event.fields["env"] for event in events if isinstance(event, Message)]
