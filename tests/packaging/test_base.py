@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from index_behind_proxy import index_behind_proxy
-from packaging_builds import VERSION, build, hatchling, refusal
+from packaging_builds import RELEASE, VERSION, build, hatchling, refusal
 from packaging_environments import copy_tree, run
 from packaging_wheels import contents, rewrite
 
@@ -149,7 +149,7 @@ def test_refuses_a_python_or_platform_without_a_wheel(
 
 def test_refuses_an_untested_base_unless_the_user_insists(tree: Path, release: Path, tmp_path: Path) -> None:
     other = rewrite(release, tmp_path / release.name, local_sgd=b"# the next one\n")
-    base = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "TORCHFT_BASE": "torchft==0.2.0"}
+    base = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "TORCHFT_BASE": RELEASE}
     said = refusal(hatchling(tree, tmp_path / "out", base, check=False))
     assert f"{other.name} has a local_sgd.py (sha256 " in said
     assert "TORCHFT_BASE_UNTESTED=1" in said
@@ -161,7 +161,7 @@ def test_refuses_an_untested_base_unless_the_user_insists(tree: Path, release: P
 def test_refuses_a_damaged_base(tree: Path, release: Path, tmp_path: Path) -> None:
     stored = rewrite(release, tmp_path / release.name, local_sgd=b"class LocalSGD: ...\n")
     stored.write_bytes(stored.read_bytes().replace(b"class LocalSGD: ...", b"class LocalSGX: ..."))
-    base = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "TORCHFT_BASE": "torchft==0.2.0"}
+    base = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "TORCHFT_BASE": RELEASE}
     said = refusal(hatchling(tree, tmp_path / "out", base, check=False))
     assert said.startswith(f"torchft: {release.name} is not a wheel of TorchFT: Bad CRC-32")
 

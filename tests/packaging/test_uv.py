@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging_builds import RELEASE
 from packaging_environments import NONE, SOURCES, Environment, Variables, copy_tree, run
 from uv import find_uv_bin
 
@@ -61,7 +62,7 @@ def test_uv_builds_again_when_the_checkout_changes(from_disk: dict[str, str], tm
     git("rm", "-q", "torchft/_distribution_check.py")
     git("commit", "-q", "-m", "two")
     assert not (install("removed") / "_distribution_check.py").exists()
-    install("based", {"TORCHFT_BASE": "torchft==0.2.0"})
+    install("based", {"TORCHFT_BASE": RELEASE})
     assert builds[2:] == [True, True, True]
 
 

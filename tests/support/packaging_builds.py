@@ -8,6 +8,7 @@ from subprocess import CompletedProcess
 
 from packaging_environments import NONE, Variables, run
 
+RELEASE = "torchft==0.2.0"
 VERSION = "0.2.0+staging.1"
 NIGHTLY = "torchft-nightly==2026.10.26"
 
