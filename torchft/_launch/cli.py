@@ -106,7 +106,7 @@ _COMMON_OPTIONS: dict[str, dict[str, Any]] = {
     "--allreduce-to-cpu": {
         "action": argparse.BooleanOptionalAction,
         "default": False,
-        "help": "reduce the averages on the host (host all-reduce): no window, no device memory; not over nccl",
+        "help": "reduce the averages on the host (host all-reduce), without a window; not with nccl",
     },
     "--device": {
         "default": "auto",
@@ -375,7 +375,9 @@ def check_allreduce_to_cpu(
     if not allreduce_to_cpu:
         return
     if window_mb is not None:
-        raise UserError(f"--allreduce-to-cpu has no window, and --window-mb is {window_mb:g}; pass one of them")
+        raise UserError(
+            f"--allreduce-to-cpu has no window, and --window-mb is {window_mb:g}; pass one of them"
+        )
     if process_group == "nccl":
         raise UserError(
             "--allreduce-to-cpu reduces CPU tensors, which --process-group nccl can't; pass gloo, or "
