@@ -58,8 +58,8 @@ class StagingMemory:
         host_bytes: what staging takes on the host, for one rank; a window on the CPU included.
         link_bytes_committed: traffic over the host link of one committed synchronization.
         link_bytes_rejected: the same of a rejected one.
-        link_bytes_of_gloo: what each of them moves on top where Gloo reduces between the groups, since it copies
-            what it gets from the device to the host and back; 0 with a host all-reduce.
+        link_bytes_of_gloo: what each of them moves on top where Gloo reduces between the groups: it copies
+            whatever it gets from the device to the host and back. 0 with a host all-reduce.
         ranks_per_host: ranks that need ``host_bytes`` at the same time.
         host_memory: host memory that is there for all of them; None where the system does not tell.
         host_memory_given: whether the caller gave that figure; otherwise it is what was available on this
