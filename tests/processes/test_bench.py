@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from children import gone
 from places import ROOT, SUPPORT
 
 from torchft.local_sgd_bench import __main__ as local_sgd_bench
@@ -204,8 +204,5 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130
     assert rest.endswith("python -m torchft.local_sgd_bench: interrupted\n")
-    deadline = time.monotonic() + 10
-    while any(child.is_running() for child in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [child for child in children if child.is_running()]
+    assert gone(children)
     assert not path.exists()

@@ -16,8 +16,9 @@ from typing import Any
 import endurance_worker
 import psutil
 import pytest
+from children import gone
 from endurance_worker import BEHIND, COMMITTED, RAISES, REPORTED, SYNCHRONIZATIONS, WARM_UP, Sample, plan
-from job import BOTH, SMALL, Run, gone, results
+from job import BOTH, SMALL, Run, results
 
 from torchft._staging.units import MIB
 

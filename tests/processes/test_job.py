@@ -264,7 +264,7 @@ def test_the_documented_commands_for_two_machines_work(text: str) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(20)
     digests = []
-    for group, (process, output) in enumerate(zip(processes[1:], outputs)):
+    for group, (process, output) in enumerate(zip(processes[1:], outputs, strict=True)):
         assert process.returncode == 0, output
         assert output.count("committed by 2 groups") == 6, output
         digests += re.findall(rf"group {group} finished, .* parameters sha256 (\w+)", output)

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from job import MODULE, SMALL, Run, gone, results, run
+from children import gone
+from job import MODULE, SMALL, Run, results, run
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchft._launch.lighthouse import LighthouseProcess

@@ -6,16 +6,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from children import scripted
 
 from torchft._launch.replicas import ReplicaGroups
 from torchft.examples.local_sgd import supervisor as supervisor_module
 from torchft.examples.local_sgd.supervisor import GroupLost, Supervisor
-
-
-def scripted(code: str) -> list[str]:
-    send = "import json, os, time\ndef send(**fields):\n"
-    send += "    os.write(int(os.environ['_TORCHFT_REPLICAS_FD']), (json.dumps(fields) + '\\n').encode())\n"
-    return ["-c", send + code]
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,3 @@ def options_of(command: str) -> list[str]:
 
 def results(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
-
-
-def gone(processes: list[psutil.Process], seconds: float = 15.0) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

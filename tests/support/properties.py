@@ -101,7 +101,7 @@ def check_mixes_with_release(cls: MakeLocalSGD) -> None:
     def body(replica: Replica) -> None:
         model = Parameters(tensors(replica.index))
         synchronize_until_commit(replica, make(cls, replica, model, offload=replica.index == 0))
-        for parameter, a, b in zip(model.parameters(), tensors(0), tensors(1)):
+        for parameter, a, b in zip(model.parameters(), tensors(0), tensors(1), strict=True):
             assert torch.equal(parameter, (a + b) / 2), "not the average of the two groups"
 
     run_replicas(2, body)
@@ -145,7 +145,7 @@ def check_votes_after_exception(cls: MakeLocalSGD) -> None:
             if manager.current_step() == 2:
                 break
         assert manager.current_step() == 2, "no commit in three synchronizations"
-        for parameter, a, b in zip(model.parameters(), start(0), start(1)):
+        for parameter, a, b in zip(model.parameters(), start(0), start(1), strict=True):
             assert torch.equal(parameter, (a + b) / 2), "committed values that are not the average"
 
     logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_manager import LocalManager
+from averaging_models import Parameters
+from local_manager import LocalManager, staged
 from replica_threads import Replica, run_replicas
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torchft.local_sgd import LocalSGD
 from torchft.optim import OptimizerWrapper
 
 
@@ -22,30 +22,10 @@ class Silent:
     """Stands where no Manager may be asked anything: it has no methods."""
 
 
-def model_of(*tensors: torch.Tensor) -> nn.Module:
-    model = nn.Module()
-    for index, tensor in enumerate(tensors):
-        model.register_parameter(f"p{index}", nn.Parameter(tensor, requires_grad=False))
-    return model
-
-
-def staged(
-    manager: Any,
-    model: nn.Module,
-    optimizer: Any = None,
-    sync_every: Any = 1,
-    offload: Any = True,
-    window: Any = None,
-) -> LocalSGD:
-    if optimizer is None:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    return LocalSGD(manager, model, optimizer, sync_every, offload, offload_window_mb=window)
-
-
 @pytest.mark.parametrize("sync_every", [0, -1, 1.5, 2.0, True, None])
 def test_sync_every(sync_every: Any) -> None:
     with pytest.raises(ValueError, match="sync_every must be a whole number"):
-        staged(Silent(), model_of(torch.zeros(2)), sync_every=sync_every)
+        staged(Parameters([torch.zeros(2)]), Silent(), sync_every=sync_every)
 
 
 @pytest.mark.parametrize(
@@ -55,28 +35,28 @@ def test_sync_every(sync_every: Any) -> None:
 )
 def test_dtype_without_average(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"parameter 'p1' has dtype .* which has no average"):
-        staged(Silent(), model_of(torch.zeros(2), torch.zeros(2, dtype=dtype)))
+        staged(Parameters([torch.zeros(2), torch.zeros(2, dtype=dtype)]), Silent())
 
 
 def test_meta_parameter() -> None:
     with pytest.raises(ValueError, match=r"'p0' is on the meta device.*to_empty"):
-        staged(Silent(), model_of(torch.zeros(2, device="meta")))
+        staged(Parameters([torch.zeros(2, device="meta")]), Silent())
 
 
 def test_sparse_parameter() -> None:
     with pytest.raises(ValueError, match=r"'p0' has layout torch.sparse_coo.*averages dense parameters only"):
-        staged(Silent(), model_of(torch.zeros(2, 2).to_sparse()))
+        staged(Parameters([torch.zeros(2, 2).to_sparse()]), Silent())
 
 
 def test_expanded_parameter() -> None:
     with pytest.raises(ValueError, match=r"'p0' of shape .* is expanded.*make it contiguous"):
-        staged(Silent(), model_of(torch.zeros(2, 1).expand(2, 3)))
+        staged(Parameters([torch.zeros(2, 1).expand(2, 3)]), Silent())
 
 
 def test_lazy_parameter() -> None:
     model = nn.LazyLinear(3)
     manager = LocalManager()
-    local_sgd = staged(manager, model)
+    local_sgd = staged(model, manager)
     with pytest.raises(ValueError, match="run one forward pass before"):
         local_sgd.sync()
     assert manager.quorums == 0
@@ -88,17 +68,22 @@ def test_lazy_parameter() -> None:
 @pytest.mark.parametrize("window", [-1, float("nan"), float("inf"), True, "1", [8]])
 def test_window(window: Any) -> None:
     with pytest.raises(ValueError, match="offload_window_mb must be None or a number of MiB"):
-        staged(Silent(), model_of(torch.zeros(2)), window=window)
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_window_mb=window)
 
 
 def test_window_without_the_option() -> None:
     with pytest.raises(ValueError, match="needs offload_averaged_parameters_to_cpu=True"):
-        staged(Silent(), model_of(torch.zeros(2)), offload=False, window=8)
+        staged(
+            Parameters([torch.zeros(2)]),
+            Silent(),
+            offload_averaged_parameters_to_cpu=False,
+            offload_window_mb=8,
+        )
 
 
 def test_option_that_is_no_bool() -> None:
     with pytest.raises(ValueError, match="must be True or False, got 'false'"):
-        staged(Silent(), model_of(torch.zeros(2)), offload="false")
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_averaged_parameters_to_cpu="false")
 
 
 class _StepOnly:
@@ -116,7 +101,7 @@ def test_optimizer_without_step_hooks(wrapper: str) -> None:
     manager: Any = Silent()
     wrapped = _StepOnly(optimizer) if wrapper == "step only" else OptimizerWrapper(manager, optimizer)
     with pytest.raises(ValueError, match=r"optimizer of type .* has no step hooks .*pass a torch\.optim"):
-        staged(manager, model, wrapped)
+        staged(model, manager, optimizer=wrapped)
 
 
 def test_unsharded_fsdp2_parameters() -> None:
@@ -124,7 +109,7 @@ def test_unsharded_fsdp2_parameters() -> None:
     try:
         model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
         manager = LocalManager()
-        local_sgd = staged(manager, model)
+        local_sgd = staged(model, manager)
         model(torch.ones(1, 4))
         with pytest.raises(ValueError, match=r"'weight' is unsharded at this moment.*reshard"):
             local_sgd.sync()
@@ -142,9 +127,9 @@ def test_quorum_settings_that_destroy_weights(use_async_quorum: bool, init_sync:
     manager = LocalManager(use_async_quorum=use_async_quorum, init_sync=init_sync)
     if use_async_quorum and init_sync:
         with pytest.raises(ValueError, match="use_async_quorum=False or init_sync=False"):
-            staged(manager, nn.Linear(2, 2))
+            staged(nn.Linear(2, 2), manager)
     else:
-        staged(manager, nn.Linear(2, 2))
+        staged(nn.Linear(2, 2), manager)
 
 
 # What only real Managers show
@@ -155,7 +140,7 @@ def test_quorum_settings_are_read_from_the_real_manager() -> None:
 
     def body(replica: Replica) -> None:
         with pytest.raises(ValueError, match="use_async_quorum=True and init_sync=True"):
-            staged(replica.manager, model_of(torch.zeros(2)))
+            staged(Parameters([torch.zeros(2)]), replica.manager)
 
     run_replicas(
         1, body, manager_args={"use_async_quorum": True, "init_sync": True}, warm_up=False, min_replicas=1
@@ -167,9 +152,9 @@ def test_dtype_without_average_in_one_group_only() -> None:
 
     def body(replica: Replica) -> str:
         dtype = torch.int64 if replica.index == 0 else torch.float32
-        model = model_of(torch.ones(2, dtype=dtype))
+        model = Parameters([torch.ones(2, dtype=dtype)])
         try:
-            local_sgd = staged(replica.manager, model)
+            local_sgd = staged(model, replica.manager)
         except ValueError as error:
             return str(error)
         replica.manager._quorum_timeout = timedelta(seconds=2)

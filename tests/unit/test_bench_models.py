@@ -42,6 +42,6 @@ def test_quadratic_loss_has_the_gradient_of_a_batch() -> None:
     step(0).backward()
     torch.manual_seed(5)
     targets = torch.randn(800)
-    for target, parameter in zip(targets.tolist(), model.parameters()):
+    for target, parameter in zip(targets.tolist(), model.parameters(), strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, parameter.detach() - target)

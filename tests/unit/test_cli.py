@@ -29,7 +29,8 @@ def test_defaults_are_those_of_the_table_and_a_command_may_have_its_own() -> Non
     options = parser().parse_args([])
     assert (options.replicas, options.ranks, options.window_mb) == (2, 1, None)
     assert (options.device, options.process_group, options.lighthouse) == ("auto", "gloo", None)
-    assert options.allreduce_to_cpu is False
+    # on or off, as fits the process group
+    assert options.allreduce_to_cpu is None
     own = cli.Parser(PROG, "Does something.")
     own.add_common("--sync-every", default=99)
     assert own.parse_args([]).sync_every == 99
@@ -64,16 +65,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 def test_zero_is_a_window() -> None:
     assert parser().parse_args(["--window-mb", "0"]).window_mb == 0.0
-
-
-def test_a_host_all_reduce_has_no_window_and_no_nccl() -> None:
-    assert parser().parse_args(["--allreduce-to-cpu"]).allreduce_to_cpu is True
-    cli.check_allreduce_to_cpu(False, window_mb=0.0, process_group="nccl")
-    cli.check_allreduce_to_cpu(True, process_group="gloo")
-    with pytest.raises(cli.UserError, match=r"--allreduce-to-cpu has no window, and --window-mb is 0; pass"):
-        cli.check_allreduce_to_cpu(True, window_mb=0.0)
-    with pytest.raises(cli.UserError, match=r"CPU tensors, which --process-group nccl can't; pass gloo"):
-        cli.check_allreduce_to_cpu(True, process_group="nccl")
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

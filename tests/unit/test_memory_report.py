@@ -191,7 +191,9 @@ def test_planned_shards_are_those_of_fsdp2(rank_of_eight: int) -> None:
         )
     else:
         assert actual.total_bytes < planned.total_bytes
-        assert all(here <= there for here, there in zip(actual.bytes_by_tensor, planned.bytes_by_tensor))
+        assert all(
+            here <= there for here, there in zip(actual.bytes_by_tensor, planned.bytes_by_tensor, strict=True)
+        )
     with pytest.raises(ValueError, match=r"shards=8 is for a model that is not sharded.*DTensor"):
         staging_memory(model, shards=8)
 

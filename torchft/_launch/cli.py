@@ -15,9 +15,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 
@@ -25,7 +25,6 @@ __all__ = [
     "LIGHTHOUSE_ENV",
     "Parser",
     "UserError",
-    "check_allreduce_to_cpu",
     "check_output_file",
     "check_plot_file",
     "non_negative_float",
@@ -105,8 +104,7 @@ _COMMON_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--allreduce-to-cpu": {
         "action": argparse.BooleanOptionalAction,
-        "default": False,
-        "help": "reduce the averages on the host (host all-reduce), without a window; not with nccl",
+        "help": "reduce the averages on the host, without device memory for them: host all-reduce",
     },
     "--device": {
         "default": "auto",
@@ -355,33 +353,6 @@ def check_nccl(process_group: str, device: torch.device, processes: int) -> None
         raise UserError(
             f"--process-group nccl: {processes} ranks would share {torch.cuda.device_count()} GPUs, and NCCL "
             "refuses two ranks on one GPU; pass --process-group gloo"
-        )
-
-
-def check_allreduce_to_cpu(
-    allreduce_to_cpu: bool, *, window_mb: Optional[float] = None, process_group: str = "gloo"
-) -> None:
-    """Checks that a host all-reduce, if it is asked for, fits the other options.
-
-    Args:
-        allreduce_to_cpu: the value of ``--allreduce-to-cpu``.
-        window_mb: the value of ``--window-mb``, in MiB.
-        process_group: the value of ``--process-group``.
-
-    Raises:
-        UserError: there is a window, which a host all-reduce does not have, or the process group can't reduce
-            CPU tensors.
-    """
-    if not allreduce_to_cpu:
-        return
-    if window_mb is not None:
-        raise UserError(
-            f"--allreduce-to-cpu has no window, and --window-mb is {window_mb:g}; pass one of them"
-        )
-    if process_group == "nccl":
-        raise UserError(
-            "--allreduce-to-cpu reduces CPU tensors, which --process-group nccl can't; pass gloo, or "
-            "--window-mb 0 instead"
         )
 
 

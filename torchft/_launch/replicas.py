@@ -25,9 +25,9 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -44,38 +44,41 @@ _LINES_KEPT = 80
 
 
 @dataclass(frozen=True)
-class Message:
-    """What a rank sent.
+class _Event:
+    """What is heard of a rank.
 
     Attributes:
         group: its replica group.
         rank: its rank within the group.
         start: 0 for the group's first start, 1 after the first restart, ...
-        fields: what it passed to ``send``.
     """
 
     group: int
     rank: int
     start: int
+
+
+@dataclass(frozen=True)
+class Message(_Event):
+    """What a rank sent.
+
+    Attributes:
+        fields: what it passed to ``send``.
+    """
+
     fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Exit:
+class Exit(_Event):
     """The end of a rank; the last that is heard of it.
 
     Attributes:
-        group: its replica group.
-        rank: its rank within the group.
-        start: 0 for the group's first start, 1 after the first restart, ...
         returncode: as of ``subprocess``: the exit code, or minus the signal's number.
         output: its last lines on stdout and stderr.
         killed: whether ``kill`` or ``stop`` ended it.
     """
 
-    group: int
-    rank: int
-    start: int
     returncode: int
     output: tuple[str, ...]
     killed: bool

@@ -58,7 +58,7 @@ def table(rows: Sequence[Sequence[str]], alignment: str, least: Sequence[int] = 
     return "\n".join(
         "  ".join(
             cell.ljust(width) if side == "l" else cell.rjust(width)
-            for cell, width, side in zip(row, widths if len(row) > 1 else [0], alignment)
+            for cell, width, side in zip(row, widths if len(row) > 1 else [0], alignment, strict=False)
         ).rstrip()
         for row in rows
     )

@@ -97,7 +97,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     device = cli.resolve_device(options.device)
     options.device = device.type
     cli.check_nccl(options.process_group, device, options.replicas)
-    cli.check_allreduce_to_cpu(options.allreduce_to_cpu, process_group=options.process_group)
+    if options.allreduce_to_cpu and options.process_group == "nccl":
+        raise cli.UserError("--allreduce-to-cpu reduces CPU tensors, which nccl can't; leave one of them out")
     if options.allreduce_to_cpu and device.type != "cpu" and options.replicas & (options.replicas - 1):
         raise cli.UserError(
             f"--allreduce-to-cpu with --replicas {options.replicas}: {device.type} and CPU divide by that "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ def _quadratic(model: nn.Module) -> StepFn:
     def step(number: int) -> torch.Tensor:
         # The bench seeds torch for every step and group: that is the batch.
         targets = torch.randn(len(list(model.parameters()))).tolist()
-        losses = [(p - target).square().sum() for p, target in zip(model.parameters(), targets)]
+        losses = [(p - target).square().sum() for p, target in zip(model.parameters(), targets, strict=True)]
         return torch.stack(losses).sum() / 2
 
     return step

@@ -24,7 +24,7 @@ def write_plot(path: str, results: Results) -> None:
     FigureCanvasAgg(figure)
     time, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
 
-    for case, position, color in zip(cases, positions, colors):
+    for case, position, color in zip(cases, positions, colors, strict=True):
         times = results.round_times(case, "sync_milliseconds")
         summary = results.summary(case)
         time.plot(times, [position] * len(times), "o", color=color, alpha=0.35, markersize=4)

@@ -146,7 +146,7 @@ class Results:
 
     def ratios(self, case: str, what: str) -> list[float]:
         """Returns the ratios of ``round_times`` to those of ``original``, round by round."""
-        pairs = zip(self.round_times(case, what), self.round_times(ORIGINAL, what))
+        pairs = zip(self.round_times(case, what), self.round_times(ORIGINAL, what), strict=True)
         return [time / original for time, original in pairs]
 
     def summary(self, case: str) -> CaseSummary:
@@ -229,7 +229,7 @@ class Results:
         for sample in sorted(mine, key=lambda sample: (sample["round"], sample["group"])):
             original = originals[sample["group"], sample["round"]]
             for what, name in (("losses", "loss"), ("gradient_norms", "gradient norm")):
-                for index, (value, expected) in enumerate(zip(sample[what], original[what])):
+                for index, (value, expected) in enumerate(zip(sample[what], original[what], strict=True)):
                     # repr: NaN is to equal itself
                     if repr(value) != repr(expected):
                         step = sample["round"] * self.options["sync_every"] + index + 1

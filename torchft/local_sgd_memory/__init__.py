@@ -88,7 +88,7 @@ def staging_memory(
     for layout in layouts:
         dtype_name = str(layout.dtype).replace("torch.", "")
         by_dtype[dtype_name] = by_dtype.get(dtype_name, 0) + layout.nbytes
-    largest_name, largest = max(zip(named, layouts), key=lambda item: item[1].nbytes)
+    largest_name, largest = max(zip(named, layouts, strict=True), key=lambda item: item[1].nbytes)
     total = sum(layout.nbytes for layout in layouts)
     original = sum(share.total_bytes for share in by_device if not share.is_host)
     staged = sum(share.window_bytes for share in by_device if not share.is_host)

@@ -93,7 +93,7 @@ def _parser() -> cli.Parser:
         "(default: auto, an accelerator, which need not be here)",
     )
     parser.add_common("--window-mb")
-    parser.add_common("--allreduce-to-cpu")
+    parser.add_common("--allreduce-to-cpu", default=False)
     host = parser.add_argument_group("does the host have the memory")
     host.add_argument(
         "--ranks-per-host",
@@ -133,7 +133,10 @@ def _check(options: argparse.Namespace) -> None:
     if len(missing) == 1:
         given = ", ".join(name for name in peak if name not in missing)
         raise cli.UserError(f"{given} needs {missing[0]} as well")
-    cli.check_allreduce_to_cpu(options.allreduce_to_cpu, window_mb=options.window_mb)
+    if options.allreduce_to_cpu and options.window_mb is not None:
+        raise cli.UserError(
+            f"--allreduce-to-cpu has no window, and --window-mb is {options.window_mb:g}; pass one of them"
+        )
     if options.plot is not None and options.device.type == "cpu":
         raise cli.UserError("--plot draws device memory, and --device cpu has none; leave one of them out")
     cli.check_output_file("--json", options.json)

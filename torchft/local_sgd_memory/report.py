@@ -91,7 +91,7 @@ class StagingMemory:
 
     @property
     def saved_share(self) -> float:
-        """``saved_bytes`` as a share of ``device_bytes_original``: 1 - M/S; 0 without an accelerator."""
+        """The share of ``device_bytes_original`` that is saved, 1 - M/S; 0 without an accelerator."""
         return self.saved_bytes / self.device_bytes_original if self.device_bytes_original else 0.0
 
     @property
