@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures CPU staging on the CPUs of this machine, about five minutes on two cores with nothing else to do:
+# Measures CPU staging on the CPUs of this machine, about six minutes on two cores with nothing else to do:
 #
 #     bash benchmarks/cpu.sh
 #
@@ -14,5 +14,5 @@ bench() {
   "$python" -m torchft.local_sgd_bench --device cpu --json "$@" > /dev/null
 }
 
-bench cpu-rfc.json --model rfc --pairs 30 --window-mb 0 --window-mb 155
-bench cpu-many.json --model many --pairs 30 --window-mb 0 --window-mb 8
+bench cpu-rfc.json --model rfc --pairs 30 --window-mb 0 --window-mb 155 --allreduce-to-cpu
+bench cpu-many.json --model many --pairs 30 --window-mb 0 --window-mb 8 --allreduce-to-cpu

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures CPU staging on one CUDA GPU, in at most six minutes:
+# Measures CPU staging on one CUDA GPU, in at most seven minutes:
 #
 #     bash benchmarks/gpu.sh FOLDER
 #
@@ -34,8 +34,8 @@ bench() {
     || "$python" -m torchft.local_sgd_bench --from-json "$out/$name.json" --plot "$out/$name.png" > /dev/null || true
 }
 
-bench gpu-rfc 80 --model rfc --window-mb 0 --window-mb 155
-bench gpu-half 100 --model gpu_models:half_gigabyte --pairs 10 --window-mb 0 --window-mb 256
-bench gpu-two 80 --model gpu_models:two_gigabytes --pairs 4 --window-mb 0
+bench gpu-rfc 100 --model rfc --window-mb 0 --window-mb 155 --allreduce-to-cpu
+bench gpu-half 125 --model gpu_models:half_gigabyte --pairs 10 --window-mb 0 --window-mb 256 --allreduce-to-cpu
+bench gpu-two 105 --model gpu_models:two_gigabytes --pairs 4 --window-mb 0 --allreduce-to-cpu
 
 exit $failed

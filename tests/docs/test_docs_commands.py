@@ -66,7 +66,7 @@ def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     (tmp_path / "my_model.py").write_text(block("bench.rst", "def classifier"))
     small = "--model my_model:classifier --pairs 2 --warm-up 1"
     tables = output(f"{command} {small} --json results.json", tmp_path)
-    assert tables.count("identical at every step") == 2
+    assert tables.count("identical at every step") == 3
 
     monkeypatch.chdir(tmp_path)
     again = here(f"{plain} --from-json results.json --plot results.png", capsys, monkeypatch)

@@ -45,7 +45,7 @@ def run_of_the_classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[str
     folder = tmp_path_factory.mktemp("bench")
     done = bench(
         *("--model", "bench_models:classifier", "--pairs", "3", "--warm-up", "1", "--sync-every", "2"),
-        *("--window-mb", "0", "--window-mb", "0.5"),
+        *("--window-mb", "0", "--window-mb", "0.5", "--allreduce-to-cpu"),
         *("--json", str(folder / "r.json"), "--plot", str(folder / "r.png")),
     )
     assert done.returncode == 0, done.stderr
@@ -54,8 +54,8 @@ def run_of_the_classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[str
 
 def test_every_case_trains_alike(run_of_the_classifier: tuple[str, str, dict[str, Any], Path]) -> None:
     stdout, _, results, _ = run_of_the_classifier
-    assert results["cases"] == ["original", "staged", "window 0", "window 0.5"]
-    assert stdout.count("identical at every step") == 3
+    assert results["cases"] == ["original", "staged", "window 0", "window 0.5", "host all-reduce"]
+    assert stdout.count("identical at every step") == 4
     first = [sample for sample in results["samples"] if sample["case"] == "original"]
     # Training is real: losses change from step to step, and groups see batches of their own.
     losses = {tuple(sample["losses"]) for sample in first}
@@ -75,6 +75,7 @@ def test_memory_is_the_theory(run_of_the_classifier: tuple[str, str, dict[str, A
     assert largest * 0.5 < summary["window 0"]["extra"] <= largest
     # slots are aligned
     assert total <= summary["window 0.5"]["extra"] <= total + 4 * 64
+    assert summary["host all-reduce"]["extra"] == 0
     assert summary["original"]["host_buffers"] == 0
     assert all(summary[case]["host_buffers"] == total for case in results["cases"][1:])
     assert all(case["left"] == 0 for case in results["summary"])
@@ -82,7 +83,7 @@ def test_memory_is_the_theory(run_of_the_classifier: tuple[str, str, dict[str, A
 
 def test_all_samples_are_in_the_json(run_of_the_classifier: tuple[str, str, dict[str, Any], Path]) -> None:
     _, _, results, _ = run_of_the_classifier
-    assert len(results["samples"]) == 4 * 4 * 2
+    assert len(results["samples"]) == 5 * 4 * 2
     # What can be published as it is names no file of this machine.
     assert str(ROOT) not in json.dumps(results)
     assert "r.json" not in json.dumps(results)
@@ -146,15 +147,38 @@ def test_a_group_that_crashes_fails_the_run_and_leaves_no_file(tmp_path: Path) -
     assert not path.exists()
 
 
-def test_a_model_that_fails_is_one_line() -> None:
-    done = bench("--model", "bench_models:failing")
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert last == (
-        "python -m torchft.local_sgd_bench: building 'bench_models:failing' failed, OSError: no weights "
-        "here; pass a callable that takes no arguments"
-    )
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            "failing",
+            "building 'bench_models:failing' failed, OSError: no weights here; pass a callable that takes no "
+            "arguments",
+        ),
+        (
+            "refused",
+            "--model bench_models:refused: parameter 'count' has dtype torch.int32, which has no average: "
+            "LocalSGD takes 16, 32 and 64-bit floating-point parameters; register anything else as a buffer",
+        ),
+        (
+            "expanded_later",
+            "--model bench_models:expanded_later: parameter 'bias' of shape (4,) and strides (0,) is "
+            "expanded: several elements share one memory location and can't be written; make it contiguous()",
+        ),
+        (
+            "mismatched",
+            "--model bench_models:mismatched: Expected input batch_size (2) to match target batch_size (3).",
+        ),
+    ],
+)
+def test_a_model_that_fails_or_is_refused_is_one_line(model: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    done = bench("--model", f"bench_models:{model}", "--json", str(path))
+    *progress, mistake = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert mistake == f"python -m torchft.local_sgd_bench: {says}"
+    assert all(line.startswith(("original, staged: ", "round ")) for line in progress)
+    assert not path.exists()
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

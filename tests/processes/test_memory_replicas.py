@@ -22,6 +22,7 @@ HOST_NOISE = MIB
 
 def test_device_and_host_memory_return_after_every_synchronization() -> None:
     groups = memory_replicas.on_simulated_device()
+    assert [report.device_bytes_staged for report, _ in groups] == [2 * MIB, 3 * MIB, 0]
     staged = sum(report.total_bytes for report, _ in groups)
     for report, synchronizations in groups:
         assert len(synchronizations) == SYNCHRONIZATIONS
@@ -49,7 +50,7 @@ def test_cuda_and_host_memory_return_after_every_synchronization() -> None:
 
 
 def check_cuda() -> None:
-    """Checks both groups on one CUDA device, within the rounding of its allocator."""
+    """Checks all groups on one CUDA device, within the rounding of its allocator."""
     rounding = 2 * MIB
     groups = memory_replicas.on_cuda()
     windows = sum(report.device_bytes_staged for report, _ in groups)

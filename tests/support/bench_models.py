@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,51 @@ def diverging() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
 def failing() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
     """Can't be built."""
     raise OSError("no weights here")
+
+
+def refused() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    """LocalSGD can't average one of its parameters."""
+    model = nn.Linear(4, 4)
+    model.register_parameter("count", nn.Parameter(torch.zeros(4, dtype=torch.int32), requires_grad=False))
+    return model, lambda number: model(torch.ones(1, 4)).sum()
+
+
+def expanded_later() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    """LocalSGD takes it, and finds at the first synchronization what the staged case's copy became."""
+    model = nn.Linear(4, 4)
+    _built.append(model)
+    copy = len(_built)
+
+    def step(number: int) -> torch.Tensor:
+        if copy == 2:
+            model.bias.requires_grad_(False).data = torch.zeros(1).expand(4)
+        return model(torch.ones(1, 4)).sum()
+
+    return model, step
+
+
+def mismatched() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    """Its step is wrong: PyTorch says so with a ValueError."""
+    model = nn.Linear(4, 4)
+    return model, lambda number: nn.functional.cross_entropy(model(torch.ones(2, 4)), torch.zeros(3).long())
+
+
+def no_loss() -> tuple[nn.Module, Callable[[int], Any]]:
+    """Its step returns a number, from which nothing can go backward."""
+    model = nn.Linear(4, 4)
+    return model, lambda number: model(torch.ones(1, 4)).sum().item()
+
+
+def lazy() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    """Has no parameters yet."""
+    model = nn.LazyLinear(4)
+    return model, lambda number: model(torch.ones(1, 4)).sum()
+
+
+def without_values() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    """Stays on the meta device."""
+    model = nn.Linear(4, 4, device="meta")
+    return model, lambda number: model(torch.ones(1, 4)).sum()
 
 
 def only_a_model() -> nn.Module:

@@ -1,6 +1,7 @@
-"""Fifty synchronizations of two real replica groups, with the bytes in use before, during and after each.
+"""Fifty synchronizations of three real replica groups, with the bytes in use before, during and after each.
 
-Some of them fail in the middle, in all groups. The groups have different windows, in one quorum.
+Some of them fail in the middle, in all groups. One group has the default window, one a larger one, and one
+reduces on the host, all in one quorum.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torchft.local_sgd_memory import StagingMemory, staging_memory
 from torchft.process_group import ProcessGroupGloo
 
 SYNCHRONIZATIONS = 50
-# MiB; one per group
-WINDOWS = (None, 3)
+# One per group: the window in MiB, and whether it reduces on the host.
+MODES = ((None, False), (3, False), (None, True))
 SIZES = (MIB // 4, MIB // 2, MIB // 8, 100)
 
 
@@ -113,13 +114,15 @@ def synchronize(
         random_tensor(100 * replica.index + number, size).to(device) for number, size in enumerate(SIZES)
     )
     replica.model = model
+    window_mb, allreduce_to_cpu = MODES[replica.index]
     local_sgd = LocalSGD(
         replica.manager,
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         sync_every=1,
         offload_averaged_parameters_to_cpu=True,
-        offload_window_mb=WINDOWS[replica.index],
+        offload_window_mb=window_mb,
+        offload_allreduce_to_cpu=allreduce_to_cpu,
     )
     should_commit = replica.manager.should_commit
     votes: list[tuple[int, bool]] = []
@@ -153,7 +156,7 @@ def synchronize(
                 host_left=host_bytes() - host,
             )
         )
-    report = staging_memory(model, offload_window_mb=WINDOWS[replica.index])
+    report = staging_memory(model, offload_window_mb=window_mb, allreduce_to_cpu=allreduce_to_cpu)
     return report, results
 
 
@@ -166,11 +169,11 @@ def on_simulated_device() -> list[tuple[StagingMemory, list[Synchronization]]]:
         meter = DeviceMeter(lambda: memory.alive, lambda: memory.peak, memory.reset_peak)
         return synchronize(replica, simulated_accelerator.device(replica.index), meter)
 
-    return run_replicas(len(WINDOWS), body, failing(simulated_accelerator.SimulatedProcessGroupGloo))
+    return run_replicas(len(MODES), body, failing(simulated_accelerator.SimulatedProcessGroupGloo))
 
 
 def on_cuda() -> list[tuple[StagingMemory, list[Synchronization]]]:
-    """Runs the groups on one CUDA device; its bytes are those of both groups."""
+    """Runs the groups on one CUDA device; its bytes are those of all groups."""
 
     def body(replica: Replica) -> tuple[StagingMemory, list[Synchronization]]:
         device = torch.device("cuda", 0)
@@ -186,4 +189,4 @@ def on_cuda() -> list[tuple[StagingMemory, list[Synchronization]]]:
         )
         return synchronize(replica, device, meter)
 
-    return run_replicas(len(WINDOWS), body, failing(ProcessGroupGloo))
+    return run_replicas(len(MODES), body, failing(ProcessGroupGloo))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchft._launch import cli
 from torchft._launch.cli import UserError, run
 from torchft.local_sgd_bench import __main__ as local_sgd_bench
 from torchft.local_sgd_bench.cases import build
@@ -44,9 +45,34 @@ def test_a_window_must_be_a_size(value: str, capsys: pytest.CaptureFixture[str])
     [
         ("only_a_model", "returned Linear; return (model, step_fn)"),
         ("no_parameters", "has no parameters, so there is nothing to average"),
+        ("lazy", "has uninitialized parameters; run a forward pass of it first"),
+        ("without_values", "moving 'bench_models:without_values' to cpu failed, NotImplementedError: Cannot"),
     ],
 )
 def test_a_callable_that_returns_something_else_is_refused(model: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
         build(f"bench_models:{model}", torch.device("cpu"), 0)
     assert message in str(refused.value)
+
+
+def test_a_step_must_return_a_loss() -> None:
+    _, step = build("bench_models:no_loss", torch.device("cpu"), 0)
+    with pytest.raises(
+        UserError, match=r"step_fn\(3\) of --model bench_models:no_loss did not return a loss"
+    ):
+        step(3)
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_host_all_reduce_on_an_accelerator(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it divides with other last bits, if it divides by anything but a power of two."""
+    monkeypatch.setattr(cli, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    arguments = ["--allreduce-to-cpu", "--replicas", str(replicas)]
+    with pytest.raises(UserError, match=r"--allreduce-to-cpu reduces CPU tensors, which nccl can"):
+        local_sgd_bench.main([*arguments, "--process-group", "nccl"])
+    if replicas == 4:
+        assert local_sgd_bench._parse(arguments).allreduce_to_cpu
+        return
+    with pytest.raises(UserError, match=r"--replicas 3: cuda and CPU divide .*; pass a power of two"):
+        local_sgd_bench.main(arguments)

@@ -43,6 +43,19 @@ def test_views_of_one_window_count_once() -> None:
     assert probe.memory.extra == 8 * KIB
 
 
+def test_host_buffers_are_no_temporaries() -> None:
+    buffers = [torch.empty(2 * KIB, dtype=torch.uint8) for _ in range(3)]
+    probe = _probe()
+    probe.host_buffers(buffers)
+    for buffer in buffers:
+        probe.temporary(buffer)
+    probe.temporary(torch.empty(KIB, dtype=torch.uint8))
+    probe.leave()
+    assert probe.memory.host_buffers == 6 * KIB
+    assert probe.memory.extra == KIB
+    assert probe.memory.left == 0
+
+
 def test_waits_for_references_that_linger() -> None:
     held = [torch.empty(KIB, dtype=torch.uint8)]
     probe = _probe()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,8 +28,13 @@ class Models:
         return nn.ParameterList([nn.Parameter(torch.empty(GIB // 2)) for _ in range(4)])
 
     @staticmethod
-    def on_cpu() -> nn.Module:
-        return nn.Linear(2, 2, device="cpu")
+    def built_on_cpu() -> nn.Module:
+        model = nn.ParameterList(
+            [nn.Parameter(torch.empty(1024, device="cpu")), nn.Parameter(torch.empty(1024))]
+        )
+        table = torch.from_numpy(np.zeros(2048, dtype=np.float32))
+        model.append(nn.Parameter(table, requires_grad=False))
+        return model
 
     @staticmethod
     def no_module() -> int:
@@ -102,8 +108,44 @@ def test_json_without_the_optional_parts(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["peak"] is None
 
 
+def test_parameters_count_where_they_are_trained_not_where_they_are_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def devices(*options: str) -> list[dict[str, Any]]:
+        path = tmp_path / "report.json"
+        assert run("built_on_cpu", "--json", str(path), *options, *ROOM) == 0
+        return json.loads(path.read_text())["staging_memory"]["by_device"]
+
+    expected = {"total_bytes": 4 * 4096, "largest_bytes": 2 * 4096, "window_bytes": 2 * 4096}
+    assert devices() == [{"device": "meta", **expected}]
+    assert "Memory on the device, added by a synchronization" in capsys.readouterr().out
+    assert devices("--device", "cuda") == [{"device": "cuda", **expected}]
+    assert devices("--device", "cpu") == [{"device": "cpu", **expected}]
+    out = capsys.readouterr().out
+    assert out.endswith("Parameters on the CPU: staging saves nothing there and takes a window more.\n")
+
+
+def test_host_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    options = "--allreduce-to-cpu --entry-memory 20GiB --step-peak 22GiB"
+    assert run("eight_gib", *options.split(), "--json", str(path), *ROOM) == 0
+    out = capsys.readouterr().out
+    assert "reduced on the host" in out
+    assert "with staging the step is" in out
+    result = json.loads(path.read_text())
+    memory = result["staging_memory"]
+    assert memory["allreduce_to_cpu"] is True
+    assert (memory["device_bytes_staged"], memory["host_bytes"]) == (0, 8 * GIB)
+    assert (memory["link_bytes_committed"], memory["link_bytes_rejected"]) == (16 * GIB, 8 * GIB)
+    assert memory["link_bytes_of_gloo"] == 0
+    assert result["peak"]["sync_peak_staged"] == 20 * GIB
+
+
+@pytest.mark.parametrize("way", [[], ["--allreduce-to-cpu"]])
 @pytest.mark.parametrize("peak", [[], ["--entry-memory", "20GiB", "--step-peak", "30GiB"]])
-def test_plot_shows_both_paths(peak: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_shows_both_paths(
+    peak: list[str], way: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from matplotlib.axes import Axes
 
     lines: dict[str, list[float]] = {}
@@ -115,13 +157,14 @@ def test_plot_shows_both_paths(peak: list[str], tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Axes, "plot", spy)
     path = tmp_path / "memory.png"
-    assert run("eight_gib", "--plot", str(path), *peak, *ROOM) == 0
+    assert run("eight_gib", "--plot", str(path), *peak, *way, *ROOM) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     entry = 20.0 if peak else 0.0
-    original, staged = lines["without staging: + 8.00 GiB"], lines["with staging: + 2.00 GiB"]
+    window, label = (0, "0 B") if way else (2, "2.00 GiB")
+    original, staged = lines["without staging: + 8.00 GiB"], lines[f"with staging: + {label}"]
     # GiB: one copy after another, all of them until the end of write-back, none.
     assert [value - entry for value in original] == [0, 0, 2, 4, 6, 8, 8, 8, 8, 8, 0]
-    assert [value - entry for value in staged] == [0, *[2] * 9, 0]
+    assert [value - entry for value in staged] == [0, *[window] * 9, 0]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +187,12 @@ def test_plot_shows_both_paths(peak: list[str], tmp_path: Path, monkeypatch: pyt
         ),
         ([f"{MODELS}.eight_gib", "--plot", "x.svg"], "'x.svg' is no PNG; pass a name that ends in .png"),
         ([f"{MODELS}.eight_gib", "--json", "no/such/folder/x.json"], "there is no folder"),
-        ([f"{MODELS}.on_cpu", "--plot", "x.png"], "has parameters on the CPU; leave it out"),
+        ([f"{MODELS}.eight_gib", "--plot", "x.png", "--device", "cpu"], "--device cpu has none; leave one"),
+        ([f"{MODELS}.eight_gib", "--device", "warp"], "--device: got 'warp', pass auto, cpu, cuda, ..."),
+        (
+            [f"{MODELS}.eight_gib", "--allreduce-to-cpu", "--window-mb", "0.5"],
+            "--allreduce-to-cpu has no window, and --window-mb is 0.5; pass one of them",
+        ),
     ],
 )
 def test_mistakes(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import simulated_accelerator as sim
 import torch
 import torch.distributed as dist
 from averaging_models import Parameters, odd_parameters
@@ -46,17 +48,77 @@ def test_tied_weights_count_once() -> None:
     assert staging_memory(model).tensors == len(tied) - 1 == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("window_mb", [None, 0, 0.0005, 1])
-def test_report_is_what_the_buffers_take(window_mb: float | None) -> None:
-    # Parameters of every layout and dtype; here on the CPU, where the window is host memory as well.
-    model = odd_parameters(0)
-    report = staging_memory(model, offload_window_mb=window_mb)
+def on_simulated_device(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the parameter does; ``.to()`` makes what is strided dense."""
+    storage = parameter.detach().new_empty(parameter.untyped_storage().nbytes() // parameter.element_size())
+    on_device = storage.to(sim.device()).as_strided(parameter.shape, parameter.stride())
+    return on_device.copy_(parameter.detach())
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
+@pytest.mark.parametrize(
+    ("window_mb", "allreduce_to_cpu"), [(None, False), (0, False), (0.0005, False), (1, False), (None, True)]
+)
+def test_report_is_what_the_buffers_take(
+    window_mb: float | None, allreduce_to_cpu: bool, on_accelerator: bool
+) -> None:
+    # Parameters of every layout and dtype; on the CPU the window is host memory as well.
+    model: nn.Module = odd_parameters(0)
+    if on_accelerator:
+        model = Parameters(map(on_simulated_device, model.parameters()))
+    report = staging_memory(model, offload_window_mb=window_mb, allreduce_to_cpu=allreduce_to_cpu)
     layouts = [ShardLayout.of(parameter) for parameter in model.parameters()]
-    buffers = StagingBuffers(StagingPlan.of(layouts, None if window_mb is None else int(window_mb * MIB)))
+    window_bytes = None if window_mb is None else int(window_mb * MIB)
+    entry = sim.memory().alive
+    buffers = StagingBuffers(StagingPlan.of(layouts, window_bytes, allreduce_to_cpu))
     window = sum(tensor.nbytes for tensor in buffers._windows.values())
-    assert report.host_bytes == sum(tensor.nbytes for tensor in buffers.host) + window
+    host = sum(tensor.nbytes for tensor in buffers.host)
     assert report.by_device[0].window_bytes == window
     assert report.rounds == len(buffers.plan.rounds)
+    if on_accelerator:
+        assert report.device_bytes_staged == sim.memory().alive - entry == window
+        assert report.host_bytes == host
+        # With a host all-reduce only what is strided has a place there, the larger one 4 x 4 x 6 floats.
+        assert not allreduce_to_cpu or window == 4 * 4 * 4 * 6
+    else:
+        assert report.device_bytes_staged == 0
+        assert report.host_bytes == host + window
+        assert not allreduce_to_cpu or window == 0
+
+
+def test_host_all_reduce() -> None:
+    shapes = ((3, 5), (100, 7), (11,))
+    report = staging_memory(meta(*shapes), allreduce_to_cpu=True, host_memory=GIB)
+    S = (15 + 700 + 11) * 4
+    assert (report.device_bytes_original, report.device_bytes_staged, report.saved_bytes) == (S, 0, S)
+    assert (report.saved_share, report.host_bytes, report.rounds) == (1.0, S, 1)
+    assert (report.link_bytes_committed, report.link_bytes_rejected) == (2 * S, S)
+    assert report.link_bytes_of_gloo == 0
+    lines = str(report).splitlines()
+    assert "  with staging                 0 B  reduced on the host" in lines
+    assert "  saved                   2.84 KiB  100.0 %" in lines
+    assert lines[-1].startswith("  rejected")
+    # With a window Gloo crosses the link itself, whether the vote is yes or no.
+    assert staging_memory(meta(*shapes)).link_bytes_of_gloo == 2 * S
+
+
+@pytest.mark.parametrize("allreduce_to_cpu", [False, True])
+def test_planned_conversion_and_move_are_those_of_to(allreduce_to_cpu: bool) -> None:
+    def figures(model: nn.Module, **planned: Any) -> dict[str, Any]:
+        report = staging_memory(model, allreduce_to_cpu=allreduce_to_cpu, host_memory=0, **planned)
+        return dataclasses.asdict(report)
+
+    def to(*args: Any) -> nn.Module:
+        return Parameters(parameter.detach().to(*args) for parameter in odd_parameters(0).parameters())
+
+    model, device, dtype = odd_parameters(0), sim.device(), torch.bfloat16
+    assert figures(model, dtype=dtype) == figures(to(dtype))
+    assert figures(model, device=device) == figures(to(device))
+    assert figures(model, device=torch.device("cpu")) == figures(model)
+    # On the device, where it matters what is strided still.
+    strided = Parameters(map(on_simulated_device, model.parameters()))
+    converted = Parameters(parameter.detach().to(dtype) for parameter in strided.parameters())
+    assert figures(strided, dtype=dtype) == figures(converted)
 
 
 def test_parameters_on_the_cpu_gain_nothing() -> None:
@@ -64,7 +126,13 @@ def test_parameters_on_the_cpu_gain_nothing() -> None:
     assert (report.device_bytes_original, report.saved_bytes, report.saved_share) == (0, 0, 0)
     assert report.link_bytes_committed == 0
     assert report.host_bytes == 120 + 80
-    assert "staging saves nothing there" in str(report)
+    assert "staging saves nothing there and takes a window more." in str(report)
+
+
+def test_host_all_reduce_on_the_cpu_takes_no_window() -> None:
+    report = staging_memory(Parameters([torch.zeros(10), torch.zeros(20)]), allreduce_to_cpu=True)
+    assert report.host_bytes == 120
+    assert str(report).endswith("staging saves nothing there.")
 
 
 def test_several_devices() -> None:
@@ -222,6 +290,8 @@ def test_peak_needs_one_accelerator() -> None:
         ({"ranks_per_host": 0}, "ranks_per_host must be"),
         ({"host_memory": -1}, "host_memory must be"),
         ({"offload_window_mb": -1}, "offload_window_mb must be"),
+        ({"allreduce_to_cpu": 1}, "offload_allreduce_to_cpu must be True or False, got 1"),
+        ({"allreduce_to_cpu": True, "offload_window_mb": 0}, "has no window, and offload_window_mb is 0"),
         ({"dtype": torch.float8_e4m3fn}, "has dtype torch.float8_e4m3fn, which has no average"),
     ],
 )
@@ -234,6 +304,7 @@ def test_bad_arguments(arguments: dict[str, Any], match: str) -> None:
     ("model", "arguments", "match"),
     [
         (nn.ReLU(), {}, "ReLU has no parameters"),
+        (SimpleNamespace(parameters=lambda: []), {}, r"SimpleNamespace has no named_parameters\(\): pass a"),
         (nn.LazyLinear(3), {}, "'weight' is not initialized"),
         (meta(()), {"shards": 2}, "'p0' is a scalar"),
         (
@@ -248,7 +319,7 @@ def test_bad_arguments(arguments: dict[str, Any], match: str) -> None:
         ),
     ],
 )
-def test_models_that_cannot_be_averaged(model: nn.Module, arguments: dict[str, Any], match: str) -> None:
+def test_models_that_cannot_be_averaged(model: Any, arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         staging_memory(model, **arguments)
 
@@ -273,4 +344,5 @@ def test_table() -> None:
         "Host link, per rank and synchronization",
         "  committed               2.00 MiB",
         "  rejected                1.00 MiB",
+        "  more with Gloo          2.00 MiB  it reduces on the host; a host all-reduce avoids that",
     ]

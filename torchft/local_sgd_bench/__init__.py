@@ -6,5 +6,5 @@ Compares the synchronization of the TorchFT release with CPU staging, on this ma
 groups as processes, and all cases interleaved in one run, so that whatever else the machine does hits all of
 them alike::
 
-    python -m torchft.local_sgd_bench --window-mb 0 --window-mb 64
+    python -m torchft.local_sgd_bench --window-mb 0 --allreduce-to-cpu
 """

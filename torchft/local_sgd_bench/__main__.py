@@ -91,12 +91,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.replicas < 2:
         raise cli.UserError("--replicas 1 leaves nothing to average; pass 2 or more")
     names = case_names(options)
-    if len(names) != 2 + len(options.window_mb):
+    if len(names) != 2 + len(options.window_mb) + options.allreduce_to_cpu:
         raise cli.UserError("the same case is asked for twice; pass every --window-mb once")
     check_model(options.model)
     device = cli.resolve_device(options.device)
     options.device = device.type
     cli.check_nccl(options.process_group, device, options.replicas)
+    if options.allreduce_to_cpu and options.process_group == "nccl":
+        raise cli.UserError("--allreduce-to-cpu reduces CPU tensors, which nccl can't; leave one of them out")
+    if options.allreduce_to_cpu and device.type != "cpu" and options.replicas & (options.replicas - 1):
+        raise cli.UserError(
+            f"--allreduce-to-cpu with --replicas {options.replicas}: {device.type} and CPU divide by that "
+            "with different last bits, and the bench compares bits; pass a power of two"
+        )
     options.lighthouse = cli.resolve_lighthouse(options.lighthouse)
     return options
 
@@ -137,7 +144,8 @@ def _worker_arguments(options: argparse.Namespace) -> list[str]:
         f"--process-group={options.process_group}",
         f"--seed={options.seed}",
     ]
-    return arguments + [f"--window-mb={window}" for window in options.window_mb]
+    arguments += [f"--window-mb={window}" for window in options.window_mb]
+    return arguments + ["--allreduce-to-cpu"] * options.allreduce_to_cpu
 
 
 def _take(message: Message, results: Results) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchft._launch.cli import UserError
 from torchft._launch.target import find, users_code
@@ -95,7 +97,7 @@ def build(name: str, device: torch.device, seed: int) -> tuple[nn.Module, StepFn
         The model, and what computes the loss of a step.
 
     Raises:
-        UserError: the callable fails, or returns something else.
+        UserError: the callable fails, or returns something else; the returned function raises it, too.
     """
     torch.manual_seed(seed)
     if name in _SHAPES:
@@ -115,9 +117,43 @@ def build(name: str, device: torch.device, seed: int) -> tuple[nn.Module, StepFn
             f"--model {name} returned {type(built).__name__}; return (model, step_fn), a torch.nn.Module and "
             "a function that takes the step's number and returns its loss"
         )
-    if not any(True for _ in model.parameters()):
+    parameters = list(model.parameters())
+    if not parameters:
         raise UserError(f"--model {name} has no parameters, so there is nothing to average")
-    return model.to(device), cast(StepFn, step_fn)
+    if any(map(is_lazy, parameters)):
+        raise UserError(f"--model {name} has uninitialized parameters; run a forward pass of it first")
+    with users_code(f"moving {name!r} to {device}", "return a model that can be trained there"):
+        model = model.to(device)
+    return model, _checked(name, step_fn)
+
+
+def _checked(name: str, step_fn: Callable[[int], Any]) -> StepFn:
+    def step(number: int) -> torch.Tensor:
+        loss = step_fn(number)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UserError(
+                f"step_fn({number}) of --model {name} did not return a loss; return a tensor of one element "
+                "that depends on the parameters"
+            )
+        return loss
+
+    return step
+
+
+@contextmanager
+def users_model(name: str) -> Iterator[None]:
+    """Turns a ValueError into a UserError: that a model can't be trained, or that LocalSGD refuses it.
+
+    Args:
+        name: as passed to :func:`build`.
+
+    Raises:
+        UserError: a ValueError was raised.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"--model {name}: {error}") from error
 
 
 def _find(name: str) -> Callable[[], Any]:

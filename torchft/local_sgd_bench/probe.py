@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
@@ -23,7 +24,7 @@ class SyncMemory:
 
     Attributes:
         extra: device memory on top of what was in use at entry, at its peak. On a device without memory
-            statistics: temporaries given to ``Manager.allreduce`` and alive at once.
+            statistics: temporaries given to ``Manager.allreduce`` and alive at once; host buffers are none.
         left: device memory, or temporaries, still in use after it.
         reserved_before: what the device's caching allocator held at entry.
         reserved_after: what it held at the end.
@@ -86,6 +87,7 @@ class MemoryProbe:
         self._resident = 0
         self._peak = 0
         self._temporaries: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._host_buffers: dict[int, StorageWeakRef] = {}
         self.memory = SyncMemory()
 
     def enter(self) -> None:
@@ -96,14 +98,24 @@ class MemoryProbe:
             self._entry = self._statistics.memory_allocated()
             self.memory.reserved_before = self._statistics.memory_reserved()
 
+    def host_buffers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes note of the host tensors that are going to hold the averages."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self.memory.host_buffers = sum(storage.nbytes() for storage in storages)
+        if self._count:
+            references = map(StorageWeakRef, storages)
+            self._host_buffers = {reference.cdata: reference for reference in references}
+
     def temporary(self, tensor: torch.Tensor) -> None:
         """Takes note of a tensor that is about to be all-reduced."""
         if self._count:
             storage = tensor.untyped_storage()
             # The weak reference keeps the address from being used again, so an address is one storage.
             reference = StorageWeakRef(storage)
-            self._temporaries[reference.cdata] = (reference, storage.nbytes())
-            self._peak = max(self._peak, self._alive())
+            # With a host all-reduce these are what is reduced, and would be on the host with any device.
+            if reference.cdata not in self._host_buffers:
+                self._temporaries[reference.cdata] = (reference, storage.nbytes())
+                self._peak = max(self._peak, self._alive())
 
     def vote(self) -> None:
         """Takes note of the host memory, which is at its peak at the vote."""

@@ -12,8 +12,9 @@ from torchft.local_sgd_bench.results import ORIGINAL, CaseSummary, Results, Spre
 _SYNC_EVERY = (1, 10, 100)
 
 _COUNTED_NOTES = (
-    "temporaries: MiB of tensors given to Manager.allreduce and alive at once, counted in the warm-up, since",
-    "  this device has no memory statistics. freed: none is left afterwards. reserved: not measurable here.",
+    "temporaries: MiB given to Manager.allreduce and alive at once, without host buffers; counted in the",
+    "  warm-up, since this device has no memory statistics. freed: none is left afterwards. reserved: not",
+    "  measurable here.",
 )
 _STATISTICS_NOTES = (
     "extra memory: MiB in use on the device at the peak, less what was in use at entry. freed: back at that",

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from torchft._launch.rank import pick_device, process_group
 from torchft._launch.replicas import send
 from torchft._staging.buffers import StagingBuffers
 from torchft.local_sgd import LocalSGD
-from torchft.local_sgd_bench.cases import StepFn, build
-from torchft.local_sgd_bench.probe import MemoryProbe, ObservedManager, SyncMemory, device_statistics
+from torchft.local_sgd_bench.cases import StepFn, build, users_model
+from torchft.local_sgd_bench.probe import MemoryProbe, ObservedManager, device_statistics
 
 PROG = "python -m torchft.local_sgd_bench.worker"
 
@@ -66,6 +66,7 @@ def add_worker_options(parser: cli.Parser) -> None:
         help="also measure staging with this window, in MiB; may be repeated (0: as many parameters in "
         "flight as fit into the largest one's size)",
     )
+    parser.add_common("--allreduce-to-cpu", default=False, help="also measure a host all-reduce")
     parser.add_common("--device")
     parser.add_common("--process-group")
     parser.add_common("--seed")
@@ -80,14 +81,14 @@ def case_names(options: argparse.Namespace) -> list[str]:
     return list(_configurations(options))
 
 
-def _configurations(options: argparse.Namespace) -> dict[str, tuple[bool, Optional[float]]]:
-    """Returns by name: whether it stages, and the window in MiB."""
-    configurations: dict[str, tuple[bool, Optional[float]]] = {
-        "original": (False, None),
-        "staged": (True, None),
-    }
+def _configurations(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Returns by name what LocalSGD gets."""
+    staged = {"offload_averaged_parameters_to_cpu": True}
+    configurations: dict[str, dict[str, Any]] = {"original": {}, "staged": staged}
     for window in options.window_mb:
-        configurations[f"window {window:g}"] = (True, window)
+        configurations[f"window {window:g}"] = {**staged, "offload_window_mb": window}
+    if options.allreduce_to_cpu:
+        configurations["host all-reduce"] = {**staged, "offload_allreduce_to_cpu": True}
     return configurations
 
 
@@ -96,7 +97,6 @@ class _MeasuredLocalSGD(LocalSGD):
 
     probe: MemoryProbe
     milliseconds: float = 0.0
-    host_bytes: int = 0
     device: torch.device
 
     def _perform_sync(self) -> None:
@@ -109,7 +109,7 @@ class _MeasuredLocalSGD(LocalSGD):
 
     def _take_memory(self) -> StagingBuffers:
         buffers = super()._take_memory()
-        self.host_bytes = sum(tensor.untyped_storage().nbytes() for tensor in buffers.host)
+        self.probe.host_buffers(buffers.host)
         return buffers
 
 
@@ -121,8 +121,7 @@ class _Case:
         manager: of this rank; all cases share it, and its connections.
         options: of the bench.
         device: where to train.
-        stage: whether CPU staging is on.
-        window: ``offload_window_mb``.
+        staging: what LocalSGD gets.
     """
 
     def __init__(
@@ -131,8 +130,7 @@ class _Case:
         manager: ObservedManager,
         options: argparse.Namespace,
         device: torch.device,
-        stage: bool,
-        window: Optional[float],
+        staging: dict[str, Any],
     ) -> None:
         self.name = name
         self.model: nn.Module
@@ -143,7 +141,7 @@ class _Case:
         self._device = device
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
         self._local_sgd = _MeasuredLocalSGD(
-            manager, self.model, self._optimizer, options.sync_every, stage, offload_window_mb=window
+            manager, self.model, self._optimizer, options.sync_every, **staging
         )
         self._local_sgd.device = device
 
@@ -171,7 +169,7 @@ class _Case:
                 _synchronize(self._device)
                 seconds += time.perf_counter() - begin
         probe.leave()
-        memory = self._finish(probe)
+        self._manager.probe = None
         rejected = self._repeat_rejected(commits)
         # Gradients of cases that wait for their turn would only take memory.
         self._optimizer.zero_grad(set_to_none=True)
@@ -184,18 +182,13 @@ class _Case:
             "train_seconds": seconds,
             "sync_milliseconds": self._local_sgd.milliseconds,
             "rejected": rejected,
-            **memory.as_json(),
+            **probe.memory.as_json(),
         }
 
     def _observe(self, warm_up: bool) -> MemoryProbe:
         probe = MemoryProbe(self._device, count=warm_up)
         self._manager.probe = self._local_sgd.probe = probe
         return probe
-
-    def _finish(self, probe: MemoryProbe) -> SyncMemory:
-        self._manager.probe = None
-        probe.memory.host_buffers = self._local_sgd.host_bytes
-        return probe.memory
 
     def _repeat_rejected(self, commits: int) -> int:
         """Synchronizes again after a rejected vote, so that all cases go on from an average."""
@@ -216,6 +209,9 @@ def measure(options: argparse.Namespace) -> None:
 
     Args:
         options: as parsed by a parser with ``add_worker_options``.
+
+    Raises:
+        UserError: the model can't be built, trained or averaged.
     """
     group = int(os.environ["REPLICA_GROUP_ID"])
     device = pick_device(options.device)
@@ -230,9 +226,14 @@ def measure(options: argparse.Namespace) -> None:
         quorum_timeout=_TIMEOUT,
         replica_id=f"bench_{group}",
     )
+    with users_model(options.model):
+        _measure_cases(options, manager, device)
+    manager.shutdown(wait=False)
+
+
+def _measure_cases(options: argparse.Namespace, manager: ObservedManager, device: torch.device) -> None:
     cases = [
-        _Case(name, manager, options, device, *configuration)
-        for name, configuration in _configurations(options).items()
+        _Case(name, manager, options, device, staging) for name, staging in _configurations(options).items()
     ]
     sizes = [parameter.nbytes for parameter in cases[0].model.parameters()]
     send(
@@ -253,7 +254,6 @@ def measure(options: argparse.Namespace) -> None:
         kind="finished",
         same_weights={case.name: _same_weights(cases[0].model, case.model) for case in cases},
     )
-    manager.shutdown(wait=False)
 
 
 def _step_seed(seed: int, step: int) -> int:

@@ -38,6 +38,7 @@ def staging_memory(
     *,
     shards: int = 1,
     dtype: Optional[torch.dtype] = None,
+    device: Optional[torch.device] = None,
     offload_window_mb: Optional[float] = None,
     allreduce_to_cpu: bool = False,
     ranks_per_host: Optional[int] = None,
@@ -49,10 +50,11 @@ def staging_memory(
 
     Args:
         model: the module that LocalSGD gets, as it stands: plain, sharded with FSDP2 or otherwise made of
-            DTensors, on any device, the meta device too.
+            DTensors, on any device; the meta device stands for an accelerator.
         shards: for a sharding that does not exist yet: FSDP2 over so many ranks, which cuts dimension 0 of
             each parameter as ``torch.chunk`` does. The rank with the most counts.
         dtype: for a conversion that has not happened yet: element type of the floating-point parameters.
+        device: for a move that has not happened yet: device of all parameters.
         offload_window_mb: as LocalSGD gets it, in MiB.
         allreduce_to_cpu: LocalSGD's ``offload_allreduce_to_cpu``: reduce the host copies themselves.
         ranks_per_host: ranks of one host; default: LOCAL_WORLD_SIZE, else 1.
@@ -60,7 +62,8 @@ def staging_memory(
             host, within the limits of its cgroups.
 
     Raises:
-        ValueError: for an argument that can't be used, and for parameters that LocalSGD can't average.
+        ValueError: for an argument that can't be used, for parameters that LocalSGD can't average, and for a
+            ``model`` whose parameters have no names.
     """
     window = window_bytes(offload_window_mb, offload=True)
     check_allreduce_to_cpu(allreduce_to_cpu, True, offload_window_mb)
@@ -69,11 +72,13 @@ def staging_memory(
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     if host_memory is not None and host_memory < 0:
         raise ValueError(f"host_memory must be a number of bytes, 0 or more, got {host_memory!r}")
+    if not hasattr(model, "named_parameters"):
+        raise ValueError(f"{type(model).__name__} has no named_parameters(): pass a torch.nn.Module")
     named = dict(model.named_parameters())
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to average")
 
-    layouts = [_layout(name, parameter, shards, dtype) for name, parameter in named.items()]
+    layouts = [_layout(name, parameter, shards, dtype, device) for name, parameter in named.items()]
     plan = StagingPlan.of(layouts, window, allreduce_to_cpu)
     by_device = tuple(
         DeviceShare(str(device), total, largest, plan.windows.get(device, 0))
@@ -104,6 +109,7 @@ def staging_memory(
         host_bytes=plan.host_bytes,
         link_bytes_committed=2 * original,
         link_bytes_rejected=original,
+        link_bytes_of_gloo=0 if allreduce_to_cpu else 2 * original,
         ranks_per_host=local_world_size() if ranks_per_host is None else ranks_per_host,
         host_memory=available_host_memory() if host_memory is None else host_memory,
         host_memory_given=host_memory is not None,
@@ -111,7 +117,13 @@ def staging_memory(
     )
 
 
-def _layout(name: str, parameter: torch.Tensor, shards: int, dtype: Optional[torch.dtype]) -> ShardLayout:
+def _layout(
+    name: str,
+    parameter: torch.Tensor,
+    shards: int,
+    dtype: Optional[torch.dtype],
+    device: Optional[torch.device],
+) -> ShardLayout:
     """Returns how the local shard of a parameter will lie in memory, on the rank that holds the most."""
     if is_lazy(parameter):
         raise ValueError(f"parameter {name!r} is not initialized: run one forward pass first")
@@ -130,5 +142,15 @@ def _layout(name: str, parameter: torch.Tensor, shards: int, dtype: Optional[tor
         shard = parameter.narrow(0, 0, -(-parameter.shape[0] // shards))
     if dtype is None or not shard.dtype.is_floating_point:
         dtype = shard.dtype
+    if device is None:
+        device = shard.device
     check_averageable(name, shard, dtype)
-    return dataclasses.replace(ShardLayout.of(shard), dtype=dtype, nbytes=shard.numel() * dtype.itemsize)
+    layout = ShardLayout.of(shard)
+    return dataclasses.replace(
+        layout,
+        dtype=dtype,
+        device=device,
+        nbytes=shard.numel() * dtype.itemsize,
+        # Whatever is converted or moved becomes dense in memory by that.
+        dense=layout.dense or (dtype, device) != (layout.dtype, layout.device),
+    )

@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
             model,
             shards=options.shards,
             dtype=None if options.dtype is None else getattr(torch, options.dtype),
+            device=options.device,
             offload_window_mb=options.window_mb,
+            allreduce_to_cpu=options.allreduce_to_cpu,
             ranks_per_host=options.ranks_per_host,
             host_memory=options.host_memory,
         )
@@ -49,11 +51,6 @@ def main(argv: Sequence[str]) -> int:
             peak = report.peak(options.entry_memory, options.step_peak)
     except ValueError as error:
         raise cli.UserError(f"{options.model}: {error}") from error
-    if options.plot is not None and any(share.is_host for share in report.by_device):
-        raise cli.UserError(
-            f"--plot draws device memory, and {options.model} has parameters on the CPU; leave it out"
-        )
-
     print(report)
     if peak is not None:
         print(peak)
@@ -89,7 +86,14 @@ def _parser() -> cli.Parser:
         choices=_DTYPES,
         help="element type of the parameters in training (default: as the model is built)",
     )
+    parser.add_common(
+        "--device",
+        type=_device,
+        help="device type on which the model is going to be trained, whatever it is built on: cpu, cuda, ... "
+        "(default: auto, an accelerator, which need not be here)",
+    )
     parser.add_common("--window-mb")
+    parser.add_common("--allreduce-to-cpu", default=False)
     host = parser.add_argument_group("does the host have the memory")
     host.add_argument(
         "--ranks-per-host",
@@ -129,8 +133,22 @@ def _check(options: argparse.Namespace) -> None:
     if len(missing) == 1:
         given = ", ".join(name for name in peak if name not in missing)
         raise cli.UserError(f"{given} needs {missing[0]} as well")
+    if options.allreduce_to_cpu and options.window_mb is not None:
+        raise cli.UserError(
+            f"--allreduce-to-cpu has no window, and --window-mb is {options.window_mb:g}; pass one of them"
+        )
+    if options.plot is not None and options.device.type == "cpu":
+        raise cli.UserError("--plot draws device memory, and --device cpu has none; leave one of them out")
     cli.check_output_file("--json", options.json)
     cli.check_plot_file("--plot", options.plot)
+
+
+def _device(name: str) -> torch.device:
+    """Argparse type: a device type; the meta device stands for any accelerator."""
+    try:
+        return torch.device("meta" if name == "auto" else name)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"got {name!r}, pass auto, cpu, cuda, ...") from None
 
 
 def _build(spec: str) -> nn.Module:

@@ -58,6 +58,8 @@ class StagingMemory:
         host_bytes: what staging takes on the host, for one rank; a window on the CPU included.
         link_bytes_committed: traffic over the host link of one committed synchronization.
         link_bytes_rejected: the same of a rejected one.
+        link_bytes_of_gloo: what each of them moves on top where Gloo reduces between the groups: it copies
+            whatever it gets from the device to the host and back. 0 with a host all-reduce.
         ranks_per_host: ranks that need ``host_bytes`` at the same time.
         host_memory: host memory that is there for all of them; None where the system does not tell.
         host_memory_given: whether the caller gave that figure; otherwise it is what was available on this
@@ -81,6 +83,7 @@ class StagingMemory:
     host_bytes: int
     link_bytes_committed: int
     link_bytes_rejected: int
+    link_bytes_of_gloo: int
     ranks_per_host: int
     host_memory: Optional[int]
     host_memory_given: bool
@@ -183,9 +186,13 @@ class StagingMemory:
                 ("  committed", format_bytes(self.link_bytes_committed), ""),
                 ("  rejected", format_bytes(self.link_bytes_rejected), ""),
             ]
+        if self.link_bytes_of_gloo:
+            why = "it reduces on the host; a host all-reduce avoids that"
+            rows.append(("  more with Gloo", format_bytes(self.link_bytes_of_gloo), why))
         text = table(rows, *_COLUMNS)
         if len(accelerators) < len(self.by_device):
-            text += "\nParameters on the CPU: staging saves nothing there and takes a window more."
+            window = "" if self.allreduce_to_cpu else " and takes a window more"
+            text += f"\nParameters on the CPU: staging saves nothing there{window}."
         return text
 
     def _fit(self) -> str:
