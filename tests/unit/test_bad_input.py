@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
+import simulated_accelerator as sim
 import torch
 import torch.distributed as dist
 from local_manager import LocalManager
@@ -14,8 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from torchft import process_group
 from torchft.local_sgd import LocalSGD
+from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroupDummy,
+    ProcessGroupNCCL,
+    ProcessGroupWrapper,
+)
 
 
 class Silent:
@@ -36,10 +47,19 @@ def staged(
     sync_every: Any = 1,
     offload: Any = True,
     window: Any = None,
+    allreduce_to_cpu: Any = False,
 ) -> LocalSGD:
     if optimizer is None:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    return LocalSGD(manager, model, optimizer, sync_every, offload, offload_window_mb=window)
+    return LocalSGD(
+        manager,
+        model,
+        optimizer,
+        sync_every,
+        offload,
+        offload_window_mb=window,
+        offload_allreduce_to_cpu=allreduce_to_cpu,
+    )
 
 
 @pytest.mark.parametrize("sync_every", [0, -1, 1.5, 2.0, True, None])
@@ -99,6 +119,102 @@ def test_window_without_the_option() -> None:
 def test_option_that_is_no_bool() -> None:
     with pytest.raises(ValueError, match="must be True or False, got 'false'"):
         staged(Silent(), model_of(torch.zeros(2)), offload="false")
+
+
+@pytest.mark.parametrize("switch", ["true", 1, None, [True]])
+def test_host_allreduce_that_is_no_bool(switch: Any) -> None:
+    match = rf"offload_allreduce_to_cpu must be True or False, got {re.escape(repr(switch))}"
+    with pytest.raises(ValueError, match=match):
+        staged(Silent(), model_of(torch.zeros(2)), allreduce_to_cpu=switch)
+
+
+def test_host_allreduce_without_the_option() -> None:
+    with pytest.raises(ValueError, match="allreduce_to_cpu=True needs offload_averaged_parameters_to_cpu"):
+        staged(Silent(), model_of(torch.zeros(2)), offload=False, allreduce_to_cpu=True)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_host_allreduce_with_a_window(window: float) -> None:
+    match = f"has no window, and offload_window_mb is {window}: pass one of them"
+    with pytest.raises(ValueError, match=match):
+        staged(Silent(), model_of(torch.zeros(2)), window=window, allreduce_to_cpu=True)
+
+
+class Reducing(LocalManager):
+    """Has the process group that it is given, as the real Manager has."""
+
+    def __init__(self, process_group: object) -> None:
+        super().__init__()
+        self._pg = process_group
+
+
+class Named:
+    """A process group of a backend that is not built in here."""
+
+    def __init__(self, name: Any) -> None:
+        self.getBackendName = lambda: name
+
+
+@pytest.fixture
+def third_party_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two backends as packages outside PyTorch register theirs: for an NPU, and for an NPU and the CPU."""
+    backend = dist.Backend
+    for registry in ("backend_capability", "backend_type_map", "default_device_backend_map", "_plugins"):
+        monkeypatch.setattr(backend, registry, dict(getattr(backend, registry)))
+    monkeypatch.setattr(backend, "backend_list", [*backend.backend_list])
+    for name, devices in (("npuccl", ["npu"]), ("npugloo", ["npu", "cpu"])):
+        monkeypatch.setattr(backend, name.upper(), name, raising=False)
+        backend.register_backend(name, lambda *_: None, devices=devices)
+
+
+def process_group_of(kind: str) -> Any:
+    made = {
+        "Wrapper of NCCL": lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupNCCL()),
+        "Dummy": lambda: ProcessGroupDummy(0, 1),
+        # Says nothing of itself.
+        "Unnamed": lambda: ProcessGroupWrapper(),
+    }
+    if kind in made:
+        return made[kind]()
+    return getattr(process_group, f"ProcessGroup{kind}", lambda: Named(kind))()
+
+
+@pytest.mark.usefixtures("third_party_backends")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NCCL", "torchft-nccl"),
+        ("BabyNCCL", "torchft-baby-nccl"),
+        ("XCCL", "torchft-xccl"),
+        ("BabyXCCL", "torchft-baby-xccl"),
+        ("Wrapper of NCCL", "torchft-nccl"),
+        ("npuccl", "npuccl"),
+        ("torchft-npuccl", "torchft-npuccl"),
+    ],
+)
+def test_process_group_that_cannot_reduce_on_the_host(kind: str, name: str) -> None:
+    manager = Reducing(process_group_of(kind))
+    # Whatever the device: the copies are on the host.
+    model = model_of(torch.zeros(2, device=sim.device()))
+    match = f"reduces CPU tensors, and the Manager's is '{name}': pass the Manager a ProcessGroupGloo, or"
+    with pytest.raises(ValueError, match=match):
+        staged(manager, model, allreduce_to_cpu=True)
+    staged(manager, model, window=0)
+    # Without it the same holds for parameters that are on the host themselves.
+    with pytest.raises(ValueError, match=f"'p0' is on the CPU, .* group, '{name}', can't reduce CPU tensors"):
+        staged(manager, model_of(torch.zeros(2)))
+
+
+@pytest.mark.usefixtures("third_party_backends")
+@pytest.mark.parametrize("kind", ["Gloo", "BabyGloo", "Dummy", "Unnamed", "npugloo", "never heard of"])
+@pytest.mark.parametrize("allreduce_to_cpu", [False, True])
+def test_process_group_that_may_reduce_on_the_host(kind: str, allreduce_to_cpu: bool) -> None:
+    staged(Reducing(process_group_of(kind)), model_of(torch.zeros(2)), allreduce_to_cpu=allreduce_to_cpu)
+
+
+@pytest.mark.parametrize("double", [Silent(), LocalManager(), create_autospec(Manager), Reducing(None)])
+def test_double_of_a_manager_passes(double: Any) -> None:
+    staged(double, model_of(torch.zeros(2)), allreduce_to_cpu=True)
 
 
 class _StepOnly:
