@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import simulated_accelerator as sim
 import torch
 import torch.distributed as dist
-from averaging_models import Parameters, odd_parameters
+from averaging_models import Parameters, equal_parameters, odd_parameters
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,17 +49,41 @@ def test_tied_weights_count_once() -> None:
     assert staging_memory(model).tensors == len(tied) - 1 == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("window_mb", [None, 0, 0.0005, 1])
-def test_report_is_what_the_buffers_take(window_mb: float | None) -> None:
-    # Parameters of every layout and dtype; here on the CPU, where the window is host memory as well.
-    model = odd_parameters(0)
-    report = staging_memory(model, offload_window_mb=window_mb)
+@pytest.mark.parametrize("device", ["cpu", sim.device()])
+@pytest.mark.parametrize(
+    ("window_mb", "allreduce_to_cpu"), [(None, False), (0, False), (0.0005, False), (1, False), (None, True)]
+)
+def test_report_is_what_the_buffers_take(
+    window_mb: float | None, allreduce_to_cpu: bool, device: torch.device | str
+) -> None:
+    # Parameters of every layout and dtype; on the CPU a window is host memory as well.
+    model = odd_parameters(0, device)
+    report = staging_memory(model, offload_window_mb=window_mb, allreduce_to_cpu=allreduce_to_cpu)
     layouts = [ShardLayout.of(parameter) for parameter in model.parameters()]
-    buffers = StagingBuffers(StagingPlan.of(layouts, None if window_mb is None else int(window_mb * MIB)))
+    window_bytes = None if window_mb is None else int(window_mb * MIB)
+    buffers = StagingBuffers(StagingPlan.of(layouts, window_bytes, allreduce_to_cpu))
     window = sum(tensor.nbytes for tensor in buffers._windows.values())
-    assert report.host_bytes == sum(tensor.nbytes for tensor in buffers.host) + window
+    host = sum(tensor.untyped_storage().nbytes() for tensor in buffers.host)
+    S = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    assert host == S
+    on_cpu = device == "cpu"
+    assert report.host_bytes == buffers.plan.host_bytes == S + window * on_cpu
+    assert report.device_bytes_original == S * (not on_cpu)
+    assert report.device_bytes_staged == window * (not on_cpu)
     assert report.by_device[0].window_bytes == window
     assert report.rounds == len(buffers.plan.rounds)
+    assert report.link_bytes_committed == 2 * report.link_bytes_rejected == 2 * S * (not on_cpu)
+    if allreduce_to_cpu:
+        # Of what is not dense in memory and on an accelerator, the largest.
+        assert window == (0 if on_cpu else 384)
+
+
+@pytest.mark.parametrize("device", ["cpu", sim.device()])
+def test_host_allreduce_of_a_dense_model_takes_host_memory_alone(device: torch.device | str) -> None:
+    report = staging_memory(equal_parameters(0, 5, device), allreduce_to_cpu=True)
+    assert (report.rounds, report.host_bytes, report.device_bytes_staged) == (1, 5 * 4000, 0)
+    assert report.saved_bytes == report.device_bytes_original == (0 if device == "cpu" else 5 * 4000)
+    assert [share.window_bytes for share in report.by_device] == [0]
 
 
 def test_parameters_on_the_cpu_gain_nothing() -> None:
