@@ -16,7 +16,9 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+from configparser import RawConfigParser
 from importlib.metadata import distributions
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,12 @@ from packaging.tags import parse_tag, sys_tags
 
 # The local_sgd.py that this tree subclasses and was tested with: 0.2.0 and the nightlies up to 2026.10.26.
 TESTED_LOCAL_SGD = "ce73169ab277adc47f18bb03d4c777d76077d439194363d6ce7b17e5e75f8b50"
+
+# What pip must know to reach a package index or a folder of wheels.
+PLACE = ("INDEX_URL", "PYPI_URL", "EXTRA_INDEX_URL", "FIND_LINKS", "NO_INDEX", "CACHE_DIR", "NO_CACHE_DIR")
+ACCESS = ("PROXY", "NO_PROXY_ENV", "TRUSTED_HOST", "CERT", "CLIENT_CERT", "KEYRING_PROVIDER")
+PATIENCE = ("TIMEOUT", "DEFAULT_TIMEOUT", "RETRIES", "RESUME_RETRIES")
+INDEX_SETTINGS = {f"PIP_{name}" for name in PLACE + ACCESS + PATIENCE}
 
 STUB = """\
 __file__ = {path!r}
@@ -61,7 +69,7 @@ class LayOverRelease(BuildHookInterface):
         lay_over(Path(self.root) / "torchft", base / "torchft", editable=version == "editable")
 
         build_data["pure_python"] = False
-        build_data["tag"] = tag_of(wheel)
+        build_data["tag"] = "-".join(wheel.stem.split("-")[-3:])
         build_data["force_include"][str(base / "torchft")] = "torchft"
         metadata = f"{self.build_config.builder.artifact_project_id}.dist-info"
         for sboms in base.glob("*.dist-info/sboms"):
@@ -87,50 +95,25 @@ def refuse_installed_nightly() -> None:
 
 
 def find_base(pins: Path, folder: Path) -> Path:
-    """The wheel to patch: TORCHFT_BASE says which, TORCHFT_BASE_WHEEL where it is, if not on the index."""
-    requirement, local = os.environ.get("TORCHFT_BASE", ""), os.environ.get("TORCHFT_BASE_WHEEL", "")
-    if requirement and not re.fullmatch(r"torchft(-nightly)?==[\w.!+]+", requirement):
-        raise refuse(f"TORCHFT_BASE is {requirement!r}: pass torchft==VERSION or torchft-nightly==VERSION.")
-    what = [requirement] if requirement else ["--require-hashes", "-r", str(pins)]
-    name = requirement or "the release"
-    text = pins.read_text(encoding="utf-8")
-    exist = [Path(wheel) for wheel in re.findall(r"torchft-\S+\.whl", text)]
-    path = Path(local)
-    if local:
-        if not path.is_absolute() or not path.exists():
-            raise refuse(f"TORCHFT_BASE_WHEEL is {local!r}: pass the absolute path of a wheel or its folder.")
-        if path.is_file() and requirement:
-            raise refuse("TORCHFT_BASE_WHEEL is a file, which leaves nothing to choose: unset TORCHFT_BASE.")
-        if path.name in [pin.name for pin in exist] and sha256(path) not in text:
-            raise refuse(f"{local} does not have its sha256 of upstream.txt: damaged, or not the release.")
-        what += ["--no-index", "--find-links", local]
-        name += f" from {local}"
-        exist = [path] if path.is_file() else sorted(path.glob("torchft*.whl"))
-    if (local or not requirement) and not any(map(is_usable, exist)):
+    """The wheel to patch: the release that ``upstream.txt`` pins, or the one that TORCHFT_BASE names."""
+    base = os.environ.get("TORCHFT_BASE", "")
+    if base:
+        if not re.fullmatch(r"torchft(-nightly)?==[\w.!+]+", base):
+            raise refuse(f"TORCHFT_BASE is {base!r}: pass torchft==VERSION or torchft-nightly==VERSION.")
+        return download([base], base, folder)
+    exist = re.findall(r"torchft-[^-]+-(\S+)\.whl", pins.read_text(encoding="utf-8"))
+    if all(parse_tag(tag).isdisjoint(sys_tags()) for tag in exist):
         raise refuse(
-            f"{local or name} has no wheel for this Python and platform ({next(sys_tags())})."
-            f" Wheels that exist: {', '.join(map(tag_of, exist)) or 'none'}."
+            f"the release has no wheel for this Python and platform ({next(sys_tags())})."
+            f" Wheels that exist: {', '.join(exist)}."
         )
-    return path if path.is_file() else download(what, name, folder)
-
-
-def tag_of(wheel: Path) -> str:
-    return "-".join(wheel.stem.split("-")[-3:])
-
-
-def is_usable(wheel: Path) -> bool:
-    return wheel.name.count("-") >= 4 and not parse_tag(tag_of(wheel)).isdisjoint(sys_tags())
+    return download(["--require-hashes", "-r", str(pins)], "the release", folder)
 
 
 def download(what: list[str], name: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    pip = subprocess.run(
-        [*command, "--disable-pip-version-check", "--dest", str(folder), *what],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    )
+    options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check")
+    settings = {"PIP_CONFIG_FILE": os.devnull, **index_settings()}
+    pip = run_pip(settings, "download", *options, "--dest", str(folder), *what)
     if pip.returncode == 0:
         return next(folder.glob("*.whl"))
     mismatch = re.search(r"Got\s+(\w{64})", pip.stdout)
@@ -139,23 +122,54 @@ def download(what: list[str], name: str, folder: Path) -> Path:
             f"pip got a wheel with sha256 {mismatch[1]}, which upstream.txt does not pin: a damaged download"
             " (try again with PIP_NO_CACHE_DIR=1) or a wheel that is not the release (do not install it)."
         )
-    said = re.findall("ERROR: (.*)", pip.stdout) or pip.stdout.strip().splitlines()[-1:]
+    errors = re.findall("ERROR: (.*)", pip.stdout) or pip.stdout.splitlines()[-1:]
     raise refuse(
-        f"pip cannot download {name}: no network, or the package index has no such wheel for this Python."
-        " Set PIP_INDEX_URL to an index that has it, or TORCHFT_BASE_WHEEL to a wheel on disk."
-        f" pip said: {said[0]}"
+        f"pip cannot download {name} for this Python ({next(sys_tags())}): no network, or neither the package"
+        " index nor PIP_FIND_LINKS has such a wheel. Set PIP_INDEX_URL to an index that has it, or"
+        f" PIP_FIND_LINKS to the absolute path of a folder that does. pip said: {errors[0]}"
     )
 
 
-def sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def index_settings() -> dict[str, str]:
+    """What the user's variables and configuration files tell pip of where wheels come from, as variables.
+
+    Every other setting is about what the user installs, and could only misdirect the download of the one
+    wheel that is wanted here: a constraint on torchft, a requirements file, another platform.
+    """
+    named = os.environ.get("PIP_CONFIG_FILE", "")
+    listed = run_pip({"PIP_CONFIG_FILE": named, "PIP_QUIET": "0"}, "config", "list", "--verbose")
+    if listed.returncode != 0:
+        raise refuse(f"python -m pip config list fails: {' '.join(listed.stdout.split())}")
+    files = re.findall("will try loading '(.*)'", listed.stdout)
+    files.sort(key=lambda file: file == named)  # what it says counts most; pip before 24 lists it first
+    parser = RawConfigParser()
+    parser.read(files)
+    settings: dict[str, str] = {}
+    for section in filter(parser.has_section, ("global", "download")):
+        for name, value in filter(itemgetter(1), parser.items(section)):
+            settings["PIP_" + name.lstrip("-").replace("-", "_").upper()] = value
+    settings |= {name: value for name, value in os.environ.items() if value}
+    return {name: value for name, value in settings.items() if name in INDEX_SETTINGS}
+
+
+def run_pip(settings: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs pip with these settings and no others of the environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        env=environment | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
 
 
 def unpack(wheel: Path, folder: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
-        found = sha256(folder / "torchft" / "local_sgd.py")
+        found = hashlib.sha256((folder / "torchft" / "local_sgd.py").read_bytes()).hexdigest()
     except (OSError, zipfile.BadZipFile) as error:
         raise refuse(f"{wheel.name} is not a wheel of TorchFT: {error}.") from None
     if found != TESTED_LOCAL_SGD and os.environ.get("TORCHFT_BASE_UNTESTED") != "1":

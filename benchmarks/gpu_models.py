@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -26,7 +26,9 @@ class Layers(nn.Module):
 def _with_quadratic_loss(model: Layers) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
     def step(number: int) -> torch.Tensor:
         targets = torch.randn(len(model.weights)).tolist()
-        losses = [(weight - target).square().sum() for weight, target in zip(model.weights, targets)]
+        losses = [
+            (weight - target).square().sum() for weight, target in zip(model.weights, targets, strict=True)
+        ]
         return torch.stack(losses).sum() / 2
 
     return model, step

@@ -7,23 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from packaging_environments import Environment, link_dependencies
 from places import ROOT
 
 # The Lighthouse and Managers log every request otherwise; read when torchft is imported.
 os.environ.setdefault("RUST_LOG", "warn")
-
-
-@pytest.fixture(scope="module")
-def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the package needs, linked from this environment."""
-    return link_dependencies(tmp_path_factory.mktemp("dependencies") / "site-packages")
-
-
-@pytest.fixture
-def environment(tmp_path: Path, dependencies: Path) -> Environment:
-    """A virtual environment without the package."""
-    return Environment(tmp_path / "environment", dependencies)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -76,25 +76,31 @@ class LocalSGD(_upstream.LocalSGD):
 
     **CPU staging.** With ``offload_averaged_parameters_to_cpu=True`` each parameter is reduced in a scratch
     window on the accelerator and its average waits on the host for the vote; the parameters are written, in
-    place, after a yes, and keep their bits after a no.
+    place, after a yes, and keep their bits after a no. With ``offload_allreduce_to_cpu=True`` as well, the
+    host copies themselves are reduced (host all-reduce), for process groups that reduce CPU tensors.
 
     With S the bytes of all parameters that this rank holds (of a DTensor: its local shard) and M the bytes
     of the largest one:
 
     * *Accelerator memory*: a synchronization takes M more than training does, instead of S; with
-      ``offload_window_mb`` at most the larger of M and the window. Per device, where a model has several.
+      ``offload_window_mb`` at most the larger of M and the window; with a host all-reduce nothing. Per
+      device, where a model has several.
     * *Host memory*: S more per rank, from the first all-reduce until the vote has been carried out. All
       ranks of a host need it at the same time.
-    * *Host link*: 2S per committed synchronization (S to the host and S back), S per rejected one.
+    * *Host link*: 2S per committed synchronization (S to the host and S back), S per rejected one. A process
+      group that reduces on the host, as Gloo does, adds 2S of its own unless the all-reduce is a host one.
     * *Time*: a synchronization takes longer, since parameters wait for one another and cross the host
-      link. A larger ``sync_every`` spreads that over more steps.
+      link; not with a host all-reduce, in which all are under way together. A larger ``sync_every``
+      spreads it over more steps.
 
     It offloads the averages alone: not the weights, the gradients or the optimizer state. It can lower the
     peak of a training run only where the synchronization is that peak.
 
     **What is averaged**: every parameter of ``model``, frozen ones too, tied ones once. Buffers are not
     (running statistics of BatchNorm stay each group's own), nor is optimizer state. Results are bit for bit
-    those of the release, and groups with and without staging can train in one quorum.
+    those of the release, and groups with and without staging can train in one quorum. With a host all-reduce
+    on accelerators all groups must use it: the host divides where an accelerator multiplies by the
+    reciprocal, so the last bit may differ where the number of groups is no power of two.
 
     .. warning::
         The Manager's defaults, ``use_async_quorum=True`` with ``init_sync=True``, destroy weights under
@@ -114,11 +120,15 @@ class LocalSGD(_upstream.LocalSGD):
             parameters in flight. None: one parameter at a time. 0: as many consecutive parameters as fit
             into M. More: as many as fit into that, for speed. A parameter larger than the window takes its
             own size.
+        offload_allreduce_to_cpu: reduce the host copies themselves, all of them in flight together, without a
+            window (host all-reduce). The process group must reduce CPU tensors in every group, as Gloo does.
 
     Raises:
         ValueError: for a ``sync_every`` or window that can't be used, for an optimizer without step hooks,
-            for the quorum settings above, and for parameters that can't be averaged (dtype, device, layout),
-            all of it with staging only; for a window without staging, and for a switch that is no bool.
+            for the quorum settings above, for parameters that can't be averaged (dtype, device, layout,
+            tensors made of several), and for a process group that is known not to reduce them, all of it
+            with staging only; for a window or a host all-reduce without staging, for both at once, and for a
+            switch that is no bool.
     """
 
     def __init__(
@@ -309,7 +319,7 @@ class LocalSGD(_upstream.LocalSGD):
         if change is not None:
             self._outcome.at = outcome.CHANGED
             raise RuntimeError(f"the committed average can't be written back, and nothing was: {change}")
-        for index, (parameter, average) in enumerate(zip(parameters, averages)):
+        for index, (parameter, average) in enumerate(zip(parameters, averages, strict=True)):
             with on_device(self._buffers.plan.layouts[index].device):
                 average = self._buffers.bring_back(index, average)
                 if (

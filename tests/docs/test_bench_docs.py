@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import BENCHMARKS, ROOT
+from docs_blocks import prose
+from places import BENCHMARKS
 
 from torchft.local_sgd_bench.results import Results
 
@@ -24,7 +25,7 @@ def test_measurements_are_sound(path: Path) -> None:
 def test_readme_quotes_the_measurements() -> None:
     results = Results.read(str(BENCHMARKS / "cpu-rfc.json"))
     staged, window = (results.summary(case).sync_ratio.median for case in ("staged", "window 0"))
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = prose("README.md")
     assert f"takes {staged:.2f} times as long, and {window:.2f} times with `offload_window_mb=0`" in readme
 
 

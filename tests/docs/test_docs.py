@@ -1,4 +1,4 @@
-"""Every code block of README.md and the pages is run by a test."""
+"""Every code block of README.md, CONTRIBUTING.md and the pages is run by a test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from docs_blocks import block, blocks, find, pages, shell
+from docs_blocks import block, blocks, broken_links, find, pages, shell
 from places import TESTS
 from torch.distributed.run import parse_args
 
@@ -53,11 +53,15 @@ def test_every_block_is_run() -> None:
         for one in found:
             left.pop(one, None)
     problems += [
-        f"{one.page}, near line {one.line}: no test runs the block {one.text.splitlines()[0]!r}. Take it "
+        f"{one.page}: no test runs the block {one.text.splitlines()[0]!r}. Take it "
         f"by block({one.page!r}, 'words of it') in a test and run it, or list it in SEVERAL_MACHINES."
         for one in left
     ]
     assert not problems, "\n".join(["", *problems])
+
+
+def test_links_of_markdown_lead_somewhere() -> None:
+    assert broken_links() == []
 
 
 def test_blocks_for_several_machines_are_valid() -> None:
@@ -92,7 +96,7 @@ def test_batch_script(tmp_path: Path) -> None:
     assert len(groups) == 2
     parser = cli.Parser("train", "")
     add_training_options(parser)
-    for number, (node, group) in enumerate(zip(("node-a", "node-b"), groups)):
+    for number, (node, group) in enumerate(zip(("node-a", "node-b"), groups, strict=True)):
         assert group.startswith(f"{number} http://node-a:29510 ")
         assert f"--nodelist={node} " in group
         torchrun = parse_args(group.partition(" torchrun ")[2].split())

@@ -88,7 +88,7 @@ def test_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "benchmarks").mkdir()
     shutil.copy(BENCHMARKS / "cpu.sh", tmp_path / "benchmarks")
     python, calls = stand_in(tmp_path)
-    output(block("contributing.rst", "bash benchmarks/cpu.sh"), tmp_path, PYTHON=str(python))
+    output(block("CONTRIBUTING.md", "bash benchmarks/cpu.sh"), tmp_path, PYTHON=str(python))
     measured: dict[str, dict[str, Any]] = {}
     monkeypatch.chdir(tmp_path)
     for call in calls.read_text().splitlines():
@@ -107,7 +107,7 @@ def test_tables_and_pictures(
 ) -> None:
     """What make runs, one after the other in this process."""
     python, calls = stand_in(tmp_path)
-    make = block("contributing.rst", "make -C docs figures").rstrip()
+    make = block("CONTRIBUTING.md", "make -C docs figures").rstrip()
     output(f"{make} PYTHON={python} TABLES={tmp_path} PICTURES={tmp_path}", ROOT)
     monkeypatch.chdir(ROOT / "docs")
     tables = {path.name: path for path in BENCHMARKS.glob("*.txt")}
@@ -132,7 +132,7 @@ def test_lighthouse_of_a_titan_job() -> None:
 
 
 def test_fault_plans_are_found() -> None:
-    every, more, one = commands(block("contributing.rst", "FAULT_SEED="))
+    every, more, one = commands(block("CONTRIBUTING.md", "FAULT_SEED="))
     assert more == f"FAULT_PLANS=120 {every} -k test_plans"
     assert one == f"FAULT_SEED=17 {every} -k test_plans"
     assert "::test_plans\n" in output(one, ROOT, PYTEST_ADDOPTS="--collect-only -q")
@@ -140,5 +140,5 @@ def test_fault_plans_are_found() -> None:
 
 @pytest.mark.slow
 def test_fault_plan_of_a_seed() -> None:
-    (one,) = commands(block("contributing.rst", "FAULT_SEED="))[2:]
+    (one,) = commands(block("CONTRIBUTING.md", "FAULT_SEED="))[2:]
     assert "\n1 of 1 fault plans\n" in output(one, ROOT)

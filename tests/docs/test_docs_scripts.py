@@ -72,7 +72,7 @@ def test_readme(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_local_sgd_page(caplog: pytest.LogCaptureFixture) -> None:
     text = block("local_sgd.rst", "from torchft.local_sgd import LocalSGD")
-    plan, committed = block("local_sgd.rst", "CPU staging is on").splitlines()
+    plan, committed = block("failures.rst", "CPU staging is on").splitlines()
 
     def body(replica: Replica) -> bool:
         # The log is of four parameters of 1 MiB, with a window of two of them.
@@ -121,7 +121,7 @@ def test_a_whole_script(tmp_path: Path) -> None:
     processes: list[subprocess.Popen[bytes]] = []
     try:
         start(f"{lighthouse} --bind '[::]:{ports['29510']}'", tmp_path / "lighthouse")
-        first, second = (start(command, log) for command, log in zip(groups, logs))
+        first, second = (start(command, log) for command, log in zip(groups, logs, strict=True))
         deadline = time.monotonic() + 100
         while commits(logs[1]) < 3:
             assert second.poll() is None, logs[1].read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import model_shapes
 import pytest
 import torch
-from docs_blocks import block
+from docs_blocks import block, prose
 from places import ROOT
 
 from torchft.local_sgd_memory import staging_memory
@@ -50,7 +51,7 @@ def proof(
     assert finished.returncode == 0, finished.stdout + finished.stderr
     rows = json.loads(path.read_text())
     assert len(rows) == len(request.param)
-    return dict(zip(request.param, rows))
+    return dict(zip(request.param, rows, strict=True))
 
 
 def test_tracked_memory_is_the_reported_one(proof: dict[int, dict[str, Any]]) -> None:
@@ -94,7 +95,7 @@ def test_table_of_the_page(proof: dict[int, dict[str, Any]]) -> None:
 
 def test_readme_has_rows_of_the_table() -> None:
     rows = [row.split() for row in block("memory.rst", "as reported").splitlines()]
-    readme = (ROOT / "README.md").read_text()
+    readme = prose("README.md")
     for name, ranks, label in [
         ("Llama 3 8B", "1", "Llama 3 8B on one rank"),
         ("Llama 3 8B", "8", "Llama 3 8B, FSDP2 over 8"),
@@ -107,7 +108,7 @@ def test_readme_has_rows_of_the_table() -> None:
 
 def test_worked_example_is_that_of_the_report() -> None:
     report = " ".join(block("memory.rst", "in 723 rounds").split())
-    page = " ".join((ROOT / "docs" / "source" / "local_sgd.rst").read_text().split())
+    page = prose("local_sgd.rst")
     assert "16 = 16.43 GiB, and M = 128,256 x 8,192 x 4 bytes / 16 = 250.50 MiB" in page
     assert "S, all of a rank 16.43 GiB float32 M, the largest 250.50 MiB" in report
     assert "8 x 16.43 = 131.4 GiB" in page
@@ -118,26 +119,38 @@ def test_worked_example_is_that_of_the_report() -> None:
 
 def test_commands_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(block("memory.rst", "def build"))
-    reports = [
-        (
-            block("memory.rst", "--shards 16 --ranks-per-host 8 --host-memory 1TiB\n"),
-            block("memory.rst", "in 723 rounds"),
-        ),
-        (block("memory.rst", "--sync-time"), block("memory.rst", "in 17 rounds")),
-        (block("memory.rst", "--shards 512"), block("memory.rst", "on the fullest of 512 ranks")),
-        (block("memory.rst", "my_model:build"), block("memory.rst", "4.88 GiB  float32")),
-    ]
-    for command, report in reports:
-        words = shlex.split(command.replace("\\\n", " "))
-        assert words[0] == "PYTHONPATH=benchmarks"
-        assert words[1:4] == ["python", "-m", "torchft.local_sgd_memory"]
-        finished = subprocess.run(
-            [sys.executable, *words[2:]],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"benchmarks{os.pathsep}{tmp_path}", "LOCAL_WORLD_SIZE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert finished.stderr == ""
-        assert finished.stdout == report
+    plain = block("memory.rst", "--shards 16 --ranks-per-host 8 --host-memory 1TiB\n")
+    assert report_of(plain, tmp_path) == block("memory.rst", "in 723 rounds")
+    with_peak = block("memory.rst", "--entry-memory")
+    assert report_of(with_peak, tmp_path) == block("memory.rst", "in 17 rounds")
+
+    page = prose("memory.rst")
+    total, largest, saved = figures(report_of(block("memory.rst", "--shards 512"), tmp_path))
+    assert f"It reports S = {total} and M = {largest} for the fullest rank, saved {saved}." in page
+    total, largest, _ = figures(report_of(block("memory.rst", "my_model:build"), tmp_path))
+    assert f"it reports S = {total} and M = {largest}." in page
+
+
+def figures(report: str) -> tuple[str, ...]:
+    """S, M and the share that is saved, as a report prints them."""
+    rows = (r"S, all of a rank +(\S+ \S+)", r"M, the largest +(\S+ \S+)", r"saved +\S+ \S+ +(\S+ %)")
+    found = re.search(".*".join(rows), report, re.DOTALL)
+    assert found is not None, report
+    return found.groups()
+
+
+def report_of(command: str, folder: Path) -> str:
+    """What a command of the page prints, with the modules of this folder."""
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[0] == "PYTHONPATH=benchmarks"
+    assert words[1:4] == ["python", "-m", "torchft.local_sgd_memory"]
+    finished = subprocess.run(
+        [sys.executable, *words[2:]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"benchmarks{os.pathsep}{folder}", "LOCAL_WORLD_SIZE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.stderr == ""
+    return finished.stdout

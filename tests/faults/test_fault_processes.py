@@ -162,14 +162,16 @@ def test_write_back_waits_for_readers_and_keeps_new_ones_out(groups: FaultGroups
     for rank in BOTH:
         before = seen.before[1, rank]
         averages = average(seen.before[0, rank], before)
-        assert all(a != b for a, b in zip(averages, before) if a), "a mixture could not be told apart"
+        assert all(a != b for a, b in zip(averages, before, strict=True) if a), (
+            "a mixture could not be told apart"
+        )
 
     readers = [checkpoint_of(seen, rank, seen.step[1, rank], timeout=60) for rank in BOTH]
     begun = [reader.read(1 << 20) for reader in readers]
     groups.go(seen, 1, "before_vote")
     groups.listen(1)
     assert (1, 0, "in_write_back") not in seen.reached, "writes while a peer reads"
-    for rank, (reader, begin) in enumerate(zip(readers, begun)):
+    for rank, (reader, begin) in enumerate(zip(readers, begun, strict=True)):
         assert shards_in(begin + reader.read()) == seen.before[1, rank]
 
     groups.wait(seen.fired)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import block
-from packaging_environments import Environment, copy_tree, run
+from packaging_environments import NONE, Environment, Variables, copy_tree, run
 
 from torchft import manager
 
-# test_distribution.py tests the same ways to install, each time.
+# The other modules here test the same ways to install, each time.
 pytestmark = [pytest.mark.packaging, pytest.mark.slow]
 
 # Builds with what is installed, which is faster. Pip reads this variable the wrong way round.
@@ -23,7 +23,7 @@ def checkout(tmp_path: Path) -> Path:
     return copy_tree(tmp_path / "checkout")
 
 
-def follow(text: str, environment: Environment, checkout: Path, **variables: str) -> str:
+def follow(text: str, environment: Environment, checkout: Path, variables: Variables = NONE) -> str:
     """What a block says when it is run in a checkout, in an activated environment."""
     bin = environment.executable.parent
     for module in ("pip", "pytest"):
@@ -31,9 +31,8 @@ def follow(text: str, environment: Environment, checkout: Path, **variables: str
         command.write_text(f'#!/bin/sh\nexec "{environment.executable}" -m {module} "$@"\n')
         command.chmod(0o755)
     path = os.pathsep.join([str(bin), os.environ["PATH"]])
-    return run(
-        "bash", "-euo", "pipefail", "-c", text, cwd=checkout, check=True, PATH=path, **variables
-    ).stdout
+    steered = {"PATH": path, **variables}
+    return run("bash", "-euo", "pipefail", "-c", text, cwd=checkout, variables=steered).stdout
 
 
 def patched(environment: Environment) -> bool:
@@ -43,7 +42,7 @@ def patched(environment: Environment) -> bool:
 
 
 def test_install_look_and_remove(environment: Environment, checkout: Path) -> None:
-    follow(block("install.rst", "pip install ."), environment, checkout, **QUICK)
+    follow(block("install.rst", "pip install ."), environment, checkout, QUICK)
     assert patched(environment)
     look = block("install.rst", "pip list | grep torchft")
     said = follow(look, environment, checkout)
@@ -53,12 +52,12 @@ def test_install_look_and_remove(environment: Environment, checkout: Path) -> No
 
     remove, _ = block("install.rst", "pip uninstall torchft ").splitlines()
     # the answer to its question
-    follow(remove, environment, checkout, PIP_YES="1")
+    follow(remove, environment, checkout, {"PIP_YES": "1"})
     assert not any("torchft" in name for name in environment.listing())
 
 
 def test_wheel_for_a_cluster_and_back_to_the_release(environment: Environment, checkout: Path) -> None:
-    follow(block("install.rst", "pip wheel"), environment, checkout, **QUICK)
+    follow(block("install.rst", "pip wheel"), environment, checkout, QUICK)
     assert patched(environment)
     _, back = block("install.rst", "pip uninstall torchft ").splitlines()
     follow(back, environment, checkout)
@@ -66,15 +65,15 @@ def test_wheel_for_a_cluster_and_back_to_the_release(environment: Environment, c
 
 
 def test_build_without_network(environment: Environment, checkout: Path) -> None:
-    with_network, without = block("install.rst", "TORCHFT_BASE_WHEEL").split("# where there is none\n")
+    with_network, without = block("install.rst", "PIP_NO_INDEX=1").split("# where there is none\n")
     follow(with_network, environment, checkout)
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:1/simple", "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
-    follow(without, environment, checkout, **nowhere)
+    follow(without, environment, checkout, nowhere)
     assert patched(environment)
 
 
 def test_on_a_nightly(environment: Environment, checkout: Path) -> None:
-    follow(block("install.rst", "TORCHFT_BASE=torchft-nightly=="), environment, checkout, **QUICK)
+    follow(block("install.rst", "TORCHFT_BASE=torchft-nightly=="), environment, checkout, QUICK)
     assert patched(environment)
     # The files of the nightly, not those of the release that this interpreter has.
     installed = (environment.site / "torchft" / "manager.py").read_bytes()
@@ -83,13 +82,13 @@ def test_on_a_nightly(environment: Environment, checkout: Path) -> None:
 
 def test_to_work_on_it(environment: Environment, checkout: Path) -> None:
     """The tests refuse to run what is not the checkout; collecting some of them is enough to see that."""
-    commands = block("contributing.rst", "pip install -e '.[dev]'")
-    assert commands == block("install.rst", "pip install -e '.[dev]'") + "pytest\n"
-    some = "--collect-only -q tests/test_cli.py"
-    said = follow(commands, environment, checkout, PYTEST_ADDOPTS=some, **QUICK)
-    assert "tests/test_cli.py::" in said
+    commands = block("CONTRIBUTING.md", "pip install -e '.[dev]'")
+    assert commands == block("install.rst", "pip install -e '.[dev]'")
+    some = "--collect-only -q tests/unit/test_cli.py"
+    said = follow(commands + "pytest\n", environment, checkout, {"PYTEST_ADDOPTS": some, **QUICK})
+    assert "tests/unit/test_cli.py::" in said
 
 
 def test_for_titan(environment: Environment, checkout: Path) -> None:
-    follow(block("titan.rst", "pip install"), environment, checkout, **QUICK)
+    follow(block("titan.rst", "pip install"), environment, checkout, QUICK)
     assert patched(environment)

@@ -16,10 +16,12 @@ from typing import Any
 import endurance_worker
 import psutil
 import pytest
+from children import gone
 from endurance_worker import BEHIND, COMMITTED, RAISES, REPORTED, SYNCHRONIZATIONS, WARM_UP, Sample, plan
-from test_example import BOTH, SMALL, Run, gone, results
+from job import BOTH, SMALL, Run, results
 
-MIB = 1024 * 1024
+from torchft._staging.units import MIB
+
 # A leak grows from sample to sample, what is only late to go is not in every one.
 SAMPLES_COMPARED = 3
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import memory_replicas
 import pytest
 import torch
-from memory_replicas import MIB, SYNCHRONIZATIONS, fails
+from memory_replicas import SYNCHRONIZATIONS, fails
 from places import SUPPORT
+
+from torchft._staging.units import MIB
 
 # What Python objects, log lines and the Managers' threads may take from malloc during one synchronization.
 # The staged copies of one group are 3.5 MiB.

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from typing import Callable
 
 import psutil
 import pytest
+from children import gone, scripted
 
-from torchft._launch.lighthouse import LighthouseProcess, check_host, check_lighthouse
+from torchft._launch.cli import UserError
+from torchft._launch.lighthouse import check_lighthouse
 from torchft._launch.replicas import Exit, Message, ReplicaFailed, ReplicaGroups
-
-# As torchft._launch.replicas.send() does, without the seconds that importing PyTorch takes.
-SEND = """
-import json, os, signal, subprocess, sys, time
-def send(**fields):
-    os.write(int(os.environ["_TORCHFT_REPLICAS_FD"]), (json.dumps(fields) + "\\n").encode())
-"""
-
-
-def program(code: str) -> list[str]:
-    return ["-c", SEND + code]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_every_rank_gets_the_environment_of_torchrun() -> None:
@@ -51,7 +24,7 @@ def test_every_rank_gets_the_environment_of_torchrun() -> None:
         "RANK,WORLD_SIZE,LOCAL_RANK,LOCAL_WORLD_SIZE,MASTER_PORT,REPLICA_GROUP_ID,NUM_REPLICA_GROUPS,"
         "TORCHFT_LIGHTHOUSE,OMP_NUM_THREADS,EXTRA,no_proxy"
     )
-    with ReplicaGroups([*program(code), names], replicas=2, ranks=2, env={"EXTRA": "yes"}) as groups:
+    with ReplicaGroups([*scripted(code), names], replicas=2, ranks=2, env={"EXTRA": "yes"}) as groups:
         groups.start_all()
         events = list(groups.events(timeout=60))
         lighthouse = groups.lighthouse
@@ -101,7 +74,7 @@ print("a log line")
 if os.environ["REPLICA_GROUP_ID"] == "1":
     raise RuntimeError("the disk is on fire")
 """
-    with ReplicaGroups(program(code), replicas=2) as groups:
+    with ReplicaGroups(scripted(code), replicas=2) as groups:
         groups.start_all()
         exits = {event.group: event for event in groups.events(timeout=60) if isinstance(event, Exit)}
     exits[0].check()
@@ -113,6 +86,19 @@ if os.environ["REPLICA_GROUP_ID"] == "1":
     assert "a log line" in exits[1].output
 
 
+def test_a_mistake_that_a_rank_finds_is_its_own_line() -> None:
+    code = (
+        "print('a log line'); print('python -m x.worker: --data: no such file', file=sys.stderr); sys.exit(2)"
+    )
+    with ReplicaGroups(scripted(code), replicas=1) as groups:
+        groups.start_all()
+        (end,) = groups.events(timeout=60)
+    assert isinstance(end, Exit)
+    with pytest.raises(UserError) as mistake:
+        end.check()
+    assert str(mistake.value) == "--data: no such file"
+
+
 def test_a_group_can_be_killed_and_started_again_with_a_fresh_store() -> None:
     code = """
 send(port=os.environ["MASTER_PORT"])
@@ -120,7 +106,7 @@ if os.environ["REPLICA_GROUP_ID"] == "1":
     time.sleep(60)
 """
     ports: list[str] = []
-    with ReplicaGroups(program(code), replicas=2) as groups:
+    with ReplicaGroups(scripted(code), replicas=2) as groups:
         groups.start_all()
         for event in groups.events(timeout=60):
             if isinstance(event, Message) and event.group == 1:
@@ -136,7 +122,7 @@ if os.environ["REPLICA_GROUP_ID"] == "1":
 
 
 def test_a_signal_from_elsewhere_is_a_failure() -> None:
-    with ReplicaGroups(program("os.kill(os.getpid(), signal.SIGKILL)"), replicas=1) as groups:
+    with ReplicaGroups(scripted("os.kill(os.getpid(), signal.SIGKILL)"), replicas=1) as groups:
         groups.start_all()
         (end,) = groups.events(timeout=60)
     assert isinstance(end, Exit)
@@ -145,7 +131,7 @@ def test_a_signal_from_elsewhere_is_a_failure() -> None:
 
 
 def test_silence_is_noticed() -> None:
-    with ReplicaGroups(program("time.sleep(60)"), replicas=1) as groups:
+    with ReplicaGroups(scripted("time.sleep(60)"), replicas=1) as groups:
         groups.start_all()
         with pytest.raises(TimeoutError, match=r"0\.2 seconds"):
             list(groups.events(timeout=0.2))
@@ -154,7 +140,7 @@ def test_silence_is_noticed() -> None:
 def test_output_is_passed_on_line_by_line() -> None:
     lines: list[tuple[int, int, str]] = []
     code = "print('out'); print('err', file=sys.stderr)"
-    with ReplicaGroups(program(code), replicas=1, on_output=lambda *line: lines.append(line)) as groups:
+    with ReplicaGroups(scripted(code), replicas=1, on_output=lambda *line: lines.append(line)) as groups:
         groups.start_all()
         list(groups.events(timeout=60))
     assert sorted(lines) == [(0, 0, "err"), (0, 0, "out")]
@@ -170,7 +156,7 @@ time.sleep(600)
 
 
 def test_leaving_the_context_ends_everything() -> None:
-    with ReplicaGroups(program(STUBBORN), replicas=2) as groups:
+    with ReplicaGroups(scripted(STUBBORN), replicas=2) as groups:
         groups.start_all()
         pids: list[int] = []
         for event in groups.events(timeout=60):
@@ -180,8 +166,9 @@ def test_leaving_the_context_ends_everything() -> None:
                 break
         lighthouse = groups.lighthouse
         check_lighthouse(lighthouse)
-        assert all(running(pid) for pid in pids)
-    wait_until(lambda: not any(running(pid) for pid in pids))
+        children = [psutil.Process(pid) for pid in pids]
+        assert all(child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert gone(children)
     with pytest.raises(ValueError, match="no lighthouse answers"):
         check_lighthouse(lighthouse)
 
@@ -197,7 +184,7 @@ def test_nothing_survives_a_sigkill_of_the_parent() -> None:
             "groups.start_all()\n"
             "print(groups._own_lighthouse.pid, flush=True)\n"
             "for event in groups.events(): print(json.dumps(event.fields['pids']), flush=True)\n",
-            SEND + STUBBORN,
+            scripted(STUBBORN)[1],
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -206,69 +193,20 @@ def test_nothing_survives_a_sigkill_of_the_parent() -> None:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline())]
         pids += [pid for _ in range(2) for pid in json.loads(parent.stdout.readline())]
-        assert len(pids) == 5
-        assert all(running(pid) for pid in pids)
+        children = [psutil.Process(pid) for pid in pids]
+        assert len(children) == 5
+        assert all(child.status() != psutil.STATUS_ZOMBIE for child in children)
     finally:
         parent.kill()
         parent.communicate(timeout=20)
-    wait_until(lambda: not any(running(pid) for pid in pids))
-
-
-def test_a_lighthouse_is_told_from_other_servers() -> None:
-    with LighthouseProcess(min_replicas=1) as lighthouse:
-        check_lighthouse(lighthouse.address)
-    with http.server.HTTPServer(("localhost", 0), http.server.SimpleHTTPRequestHandler) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        try:
-            with pytest.raises(ValueError, match="no lighthouse"):
-                check_lighthouse(f"http://localhost:{other.server_port}")
-        finally:
-            other.shutdown()
-
-
-@pytest.mark.parametrize(
-    "url", ["localhost:29510", "http://localhost", "http://x:port", "http://[::1", "", "grpc://a:1"]
-)
-def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"pass http://HOST:PORT"):
-        check_lighthouse(url)
-
-
-def test_a_lighthouse_that_cannot_start_says_why() -> None:
-    with LighthouseProcess(min_replicas=1) as lighthouse:
-        port = int(lighthouse.address.rpartition(":")[2])
-        with pytest.raises(RuntimeError, match="the lighthouse did not start"):
-            LighthouseProcess(min_replicas=1, port=port)
-
-
-def test_a_proxy_is_not_asked_for_the_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://localhost:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    with LighthouseProcess(min_replicas=1) as lighthouse:
-        check_lighthouse(lighthouse.address)
-
-
-def test_a_machine_without_a_name_is_refused() -> None:
-    check_host()
-    with pytest.raises(ValueError, match="does not resolve"):
-        check_host("no-such-host.invalid")
-
-
-def test_a_machine_without_ipv6_sockets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Switching IPv6 off for real takes a reboot.
-    def no_ipv6(*args: object) -> socket.socket:
-        raise OSError("Address family not supported by protocol")
-
-    monkeypatch.setattr(socket, "socket", no_ipv6)
-    with pytest.raises(ValueError, match="IPv6 sockets are off"):
-        check_host("localhost")
+    assert gone(children)
 
 
 def test_pipes_and_processes_do_not_pile_up() -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    with ReplicaGroups(program("pass"), replicas=1) as groups:
+    with ReplicaGroups(scripted("pass"), replicas=1) as groups:
         groups.start(0)
         list(groups.events(timeout=60))
         before = open_files()

@@ -20,7 +20,7 @@ class Parameters(nn.Module):
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
         for index, tensor in enumerate(tensors):
-            self.register_parameter(f"p{index}", nn.Parameter(tensor))
+            self.register_parameter(f"p{index}", nn.Parameter(tensor, tensor.is_floating_point()))
 
 
 def equal_parameters(

@@ -1,4 +1,4 @@
-"""The code blocks of README.md and the pages; a test that runs one takes its text from here.
+"""The code blocks of README.md, CONTRIBUTING.md and the pages; a test that runs one takes its text from here.
 
 A test takes a block by ``block("page.rst", "words of it")``, with literal strings. test_docs.py reads these
 calls in the source of the tests, and so finds a block that no test takes.
@@ -12,21 +12,19 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from docutils import nodes
+from docutils.core import publish_doctree
 from places import ROOT
 
 _PAGES = ROOT / "docs" / "source"
+_MARKDOWN = ("CONTRIBUTING.md", "README.md")
 
-_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-# A directive that shows its content, or a paragraph that ends with "::". Bullets count as indentation.
-_BEGIN = re.compile(
-    r"(?P<indent> *(?:[*-] +)*)"
-    r"(?:\.\. (?:code-block|code|sourcecode|parsed-literal):: *(?P<language>\w*)|(?!\.\. [\w-]+::$).*::)"
-)
+_FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Of Sphinx, so that docutils does not know them, and without a block of their own.
+_NO_BLOCK = re.compile(r"\.\. (toctree|literalinclude|currentmodule|autoclass|autofunction)::")
 # Sample output differs from run to run in [ids], hashes, numbers and how they are aligned.
 _SAMPLE = re.compile(
     r"(?P<id>\[.*?\])|(?P<hash>\b[0-9a-f]{8,}\b)|(?P<number>\d[\d.,]*)|(?P<spaces> +)|(?P<fixed>.)"
@@ -35,48 +33,54 @@ _LIKE = {"id": r"\[.*\]", "hash": "[0-9a-f]+", "number": "[0-9.,]+", "spaces": "
 
 
 class Block(NamedTuple):
-    """A code block, or sample output.
-
-    Attributes:
-        page: README.md, or the name of a page.
-        line: where the block begins, roughly.
-        text: without its indentation.
-    """
+    """A code block, or sample output: its page, and its text without indentation."""
 
     page: str
-    line: int
     text: str
 
 
 def pages() -> list[str]:
-    """README.md and every page there is."""
-    return ["README.md", *sorted(path.relative_to(_PAGES).as_posix() for path in _PAGES.rglob("*.rst"))]
+    """README.md, CONTRIBUTING.md and every page there is."""
+    return [*_MARKDOWN, *sorted(path.relative_to(_PAGES).as_posix() for path in _PAGES.rglob("*.rst"))]
+
+
+def _source(page: str) -> str:
+    return ((ROOT if page in _MARKDOWN else _PAGES) / page).read_text(encoding="utf-8")
+
+
+def _tree(page: str) -> nodes.document:
+    settings = {"report_level": 5, "syntax_highlight": "none", "file_insertion_enabled": False}
+    return publish_doctree(_source(page), settings_overrides=settings)
+
+
+def broken_links() -> list[str]:
+    """Links of README.md and CONTRIBUTING.md to files or sections that are not there."""
+    links = {link for page in _MARKDOWN for link in re.findall(r"\]\(([^)]+)\)", _source(page))}
+    broken = {link for link in links if not (ROOT / link.partition("#")[0]).is_file()}
+    for link in links - broken:
+        path, _, section = link.partition("#")
+        if section and section not in {
+            nodes.make_id(title.astext()) for title in _tree(Path(path).name).findall(nodes.title)
+        }:
+            broken.add(link)
+    return sorted(broken)
+
+
+def prose(page: str) -> str:
+    """All words of a page, with one space between them."""
+    return " ".join(_source(page).split())
 
 
 def blocks(page: str) -> list[Block]:
     """All blocks of a page, whatever their language, in order."""
-    if page == "README.md":
-        source = (ROOT / page).read_text(encoding="utf-8")
-        found = [(source.count("\n", 0, fence.start()) + 1, fence[3]) for fence in _FENCE.finditer(source)]
+    if page in _MARKDOWN:
+        source = _source(page)
+        found = _FENCE.findall(source)
+        assert len(re.findall("```|~~~", source)) == 2 * len(found), f"{page} has a block of another form"
     else:
-        found = list(_indented((_PAGES / page).read_text(encoding="utf-8").splitlines()))
-    return [Block(page, line, textwrap.dedent(text).strip("\n") + "\n") for line, text in found]
-
-
-def _indented(lines: list[str]) -> Iterator[tuple[int, str]]:
-    number = 0
-    while number < len(lines):
-        begin = _BEGIN.fullmatch(lines[number].rstrip())
-        number += 1
-        if begin is None:
-            continue
-        # The options of a directive stand right below it.
-        while number < len(lines) and lines[number].strip():
-            number += 1
-        first, deeper = number, " " * (len(begin["indent"]) + 1)
-        while number < len(lines) and (not lines[number].strip() or lines[number].startswith(deeper)):
-            number += 1
-        yield first, "\n".join(lines[first:number])
+        # What docutils does not understand, such as an option of Sphinx, counts as a block.
+        found = [node.astext() for node in _tree(page).findall(nodes.literal_block)]
+    return [Block(page, text.strip("\n") + "\n") for text in found if not _NO_BLOCK.match(text)]
 
 
 def find(page: str, words: str) -> list[Block]:

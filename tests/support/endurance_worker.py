@@ -243,7 +243,7 @@ class Group:
     @torch.no_grad()
     def _load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         self.heals += 1
-        for parameter, value in zip(self.model.parameters(), state_dict["values"]):
+        for parameter, value in zip(self.model.parameters(), state_dict["values"], strict=True):
             parameter.copy_(value.to(parameter.device))
 
     def _vote_as_planned(self) -> bool:

@@ -142,7 +142,9 @@ class Round:
         averages = average(*(self.before[other, rank] for other in range(GROUPS)))
         if not self.healed:
             # Otherwise all that follows would hold for a group that never takes anything over.
-            assert all(a != b for a, b in zip(averages, self.before[key]) if a), "nothing to tell apart"
+            assert all(a != b for a, b in zip(averages, self.before[key], strict=True) if a), (
+                "nothing to tell apart"
+            )
         assert self.after[key] == averages, f"{key} committed and has not the average"
         return "took"
 
@@ -150,7 +152,7 @@ class Round:
 def average(first: Bits, second: Bits) -> Bits:
     """The average of two groups' float32 shards, bit for bit: a sum of two has only one rounding."""
     result = []
-    for a, b in zip(first, second):
+    for a, b in zip(first, second, strict=True):
         values = [
             torch.frombuffer(bytearray(x), dtype=torch.float32) if x else torch.empty(0) for x in (a, b)
         ]

@@ -138,7 +138,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def write(self, values: Sequence[torch.Tensor]) -> None:
-        for parameter, value in zip(self.parameters(), values):
+        for parameter, value in zip(self.parameters(), values, strict=True):
             parameter.copy_(value.to(parameter.device))
 
     def train_alone(self, *seed: int) -> None:
@@ -234,7 +234,7 @@ class Record:
 
 
 def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def check_records(records: Sequence[tuple[int, Record]], use_async_quorum: bool) -> None:
@@ -251,7 +251,7 @@ def check_records(records: Sequence[tuple[int, Record]], use_async_quorum: bool)
             len(sources) == record.participants,
             f"group {group} divided by {record.participants}, but {len(sources)} groups took part",
         )
-        sums = [torch.stack(values).sum(0) for values in zip(*(r.inputs for r in sources))]
+        sums = [torch.stack(values).sum(0) for values in zip(*(r.inputs for r in sources), strict=True)]
         average = [value / len(sources) for value in sums]
         require(_same(record.after, average), f"group {group} committed something else than the average")
         if record.healed and not use_async_quorum:

@@ -110,7 +110,7 @@ def check(build: Callable[[int], nn.Module], made: Manager, mesh: DeviceMesh, wi
             break
     assert made.current_step() == step + 1, "no commit in three synchronizations"
     assert [facts(p) for p in model.parameters()] == before, "a DTensor was changed or replaced"  # type: ignore[arg-type]
-    for parameter, a, b in zip(parameters, build(0).parameters(), build(100).parameters()):
+    for parameter, a, b in zip(parameters, build(0).parameters(), build(100).parameters(), strict=True):
         assert isinstance(parameter, DTensor)
         assert torch.equal(parameter.full_tensor(), (a + b) / 2), "not the average of the groups"
     return {
@@ -142,7 +142,7 @@ def main() -> None:
         (3, DeviceMesh("cpu", list(range(3)))),
         (4, DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("fsdp", "tp"))),
     ]
-    for (ranks, mesh), lighthouse in zip(meshes, sys.argv[1:]):
+    for (ranks, mesh), lighthouse in zip(meshes, sys.argv[1:], strict=True):
         store = None
         port = torch.zeros(1, dtype=torch.int64)
         if RANK == 0:

@@ -47,8 +47,12 @@ class LocalManager:
         self.commit = False
 
 
-def staged(model: nn.Module, manager: Any = None, sync_every: Any = 1, **options: Any) -> LocalSGD:
-    # A model without parameters has no optimizer of its own.
-    optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(1)], lr=0.1)
-    stand_in: Any = manager or LocalManager()
-    return LocalSGD(stand_in, model, optimizer, sync_every, True, **options)
+def staged(
+    model: nn.Module, manager: Any = None, sync_every: Any = 1, optimizer: Any = None, **options: Any
+) -> LocalSGD:
+    """Returns a LocalSGD with CPU staging, if the options do not say otherwise."""
+    if optimizer is None:
+        # A model without parameters has no optimizer of its own.
+        optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(1)], lr=0.1)
+    options = {"offload_averaged_parameters_to_cpu": True, **options}
+    return LocalSGD(manager or LocalManager(), model, optimizer, sync_every, **options)

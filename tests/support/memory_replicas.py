@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
 from averaging_models import Parameters, random_tensor
 from replica_threads import Replica, run_replicas
 from torch import nn
 
+from torchft._staging.units import MIB
 from torchft.local_sgd import LocalSGD
 from torchft.local_sgd_memory import StagingMemory, staging_memory
 from torchft.process_group import ProcessGroupGloo
 
-MIB = 1024 * 1024
 SYNCHRONIZATIONS = 50
 # MiB; one per group
 WINDOWS = (None, 3)

@@ -10,22 +10,26 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
 from places import ROOT
 
 SOURCES = (".gitignore", "LICENSE", "README.md", "pyproject.toml", "hatch_build.py", "upstream.txt")
-FOLDERS = ("torchft", "tests", "docs")
+FOLDERS = ("torchft", "tests", "docs", "benchmarks")
+
+Variables = Mapping[str, str]
+NONE: Variables = {}
 
 
 def run(
-    *command: object, cwd: Path, check: bool = True, **variables: str
+    *command: object, cwd: Path, check: bool = True, variables: Variables = NONE
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command, stdout and stderr in one, without the variables of the caller that would steer it."""
     steering = ("TORCHFT_", "PYTHON", "VIRTUAL_ENV", "SOURCE_DATE_EPOCH", "HATCH_", "UV_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
-    environment.update(PIP_DISABLE_PIP_VERSION_CHECK="1", OMP_NUM_THREADS="1", **variables)
+    environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1", **variables}
     result = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -76,15 +80,18 @@ class Environment:
         (self.site / "dependencies.pth").write_text(f"{dependencies}\n", encoding="utf-8")
 
     def pip(
-        self, *arguments: object, check: bool = True, **variables: str
+        self, *arguments: object, check: bool = True, variables: Variables = NONE
     ) -> subprocess.CompletedProcess[str]:
-        command = (sys.executable, "-m", "pip", "--python", self.executable, *arguments)
-        return run(*command, cwd=self.folder, check=check, **variables)
+        # pip is one of the dependencies that are linked.
+        return run(
+            self.executable, "-m", "pip", *arguments, cwd=self.folder, check=check, variables=variables
+        )
 
     def install(
-        self, *what: object, check: bool = True, **variables: str
+        self, *what: object, check: bool = True, variables: Variables = NONE
     ) -> subprocess.CompletedProcess[str]:
-        return self.pip("install", "--no-deps", "--no-build-isolation", *what, check=check, **variables)
+        command = ("install", "--no-deps", "--no-build-isolation", *what)
+        return self.pip(*command, check=check, variables=variables)
 
     def python(
         self, *arguments: object, cwd: Optional[Path] = None, check: bool = True

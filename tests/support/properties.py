@@ -1,7 +1,7 @@
 """What CPU staging promises, as checks that take the class: each raises AssertionError when it is broken.
 
-The tests run them on the real class, in both ways of staging, and on variants broken on purpose to see that they
-notice.
+The tests run them on the real class, in both ways of staging, and on variants broken on purpose to see that
+they notice.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def check_mixes_with_release(cls: MakeLocalSGD, **options: Any) -> None:
         model = Parameters(tensors(replica.index))
         staged = replica.index == 0
         synchronize_until_commit(replica, make(cls, replica, model, staged, **options if staged else {}))
-        for parameter, a, b in zip(model.parameters(), tensors(0), tensors(1)):
+        for parameter, a, b in zip(model.parameters(), tensors(0), tensors(1), strict=True):
             assert torch.equal(parameter, (a + b) / 2), "not the average of the two groups"
 
     run_replicas(2, body)
@@ -190,7 +190,7 @@ def check_votes_after_exception(cls: MakeLocalSGD, **options: Any) -> None:
             if manager.current_step() == 2:
                 break
         assert manager.current_step() == 2, "no commit in three synchronizations"
-        for parameter, a, b in zip(model.parameters(), start(0), start(1)):
+        for parameter, a, b in zip(model.parameters(), start(0), start(1), strict=True):
             assert torch.equal(parameter, (a + b) / 2), "committed values that are not the average"
 
     logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)

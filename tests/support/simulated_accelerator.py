@@ -85,6 +85,7 @@ class _Stream:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.device = device(index)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and other.index == self.index

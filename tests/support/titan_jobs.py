@@ -149,7 +149,7 @@ def check_trained(job: Job, steps: int, synchronizations: int) -> None:
             assert rank.constructed[0]["async_quorum"] is False
             assert len(rank.losses) == steps
             assert rank.committed == list(range(1, synchronizations + 1))
-    for first, second in zip(*job):
+    for first, second in zip(*job, strict=True):
         assert first.norms == second.norms
     # Each group trains on data of its own.
     assert job[0][0].losses != job[1][0].losses

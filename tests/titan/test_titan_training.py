@@ -25,8 +25,8 @@ def one_rank_off(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def check_same_results(job: Job, other: Job) -> None:
-    for group, other_group in zip(job, other):
-        for rank, other_rank in zip(group, other_group):
+    for group, other_group in zip(job, other, strict=True):
+        for rank, other_rank in zip(group, other_group, strict=True):
             assert rank.losses == other_rank.losses
             assert rank.norms == other_rank.norms
 

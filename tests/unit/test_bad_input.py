@@ -11,14 +11,15 @@ import pytest
 import simulated_accelerator as sim
 import torch
 import torch.distributed as dist
-from local_manager import LocalManager
+from averaging_models import Parameters
+from local_manager import LocalManager, staged
+from properties import HOST, WAYS
 from replica_threads import Replica, run_replicas
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchft import process_group
-from torchft.local_sgd import LocalSGD
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import (
@@ -33,39 +34,10 @@ class Silent:
     """Stands where no Manager may be asked anything: it has no methods."""
 
 
-def model_of(*tensors: torch.Tensor) -> nn.Module:
-    model = nn.Module()
-    for index, tensor in enumerate(tensors):
-        model.register_parameter(f"p{index}", nn.Parameter(tensor, requires_grad=False))
-    return model
-
-
-def staged(
-    manager: Any,
-    model: nn.Module,
-    optimizer: Any = None,
-    sync_every: Any = 1,
-    offload: Any = True,
-    window: Any = None,
-    allreduce_to_cpu: Any = False,
-) -> LocalSGD:
-    if optimizer is None:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    return LocalSGD(
-        manager,
-        model,
-        optimizer,
-        sync_every,
-        offload,
-        offload_window_mb=window,
-        offload_allreduce_to_cpu=allreduce_to_cpu,
-    )
-
-
 @pytest.mark.parametrize("sync_every", [0, -1, 1.5, 2.0, True, None])
 def test_sync_every(sync_every: Any) -> None:
     with pytest.raises(ValueError, match="sync_every must be a whole number"):
-        staged(Silent(), model_of(torch.zeros(2)), sync_every=sync_every)
+        staged(Parameters([torch.zeros(2)]), Silent(), sync_every=sync_every)
 
 
 @pytest.mark.parametrize(
@@ -75,28 +47,28 @@ def test_sync_every(sync_every: Any) -> None:
 )
 def test_dtype_without_average(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"parameter 'p1' has dtype .* which has no average"):
-        staged(Silent(), model_of(torch.zeros(2), torch.zeros(2, dtype=dtype)))
+        staged(Parameters([torch.zeros(2), torch.zeros(2, dtype=dtype)]), Silent())
 
 
 def test_meta_parameter() -> None:
     with pytest.raises(ValueError, match=r"'p0' is on the meta device.*to_empty"):
-        staged(Silent(), model_of(torch.zeros(2, device="meta")))
+        staged(Parameters([torch.zeros(2, device="meta")]), Silent())
 
 
 def test_sparse_parameter() -> None:
     with pytest.raises(ValueError, match=r"'p0' has layout torch.sparse_coo.*averages dense parameters only"):
-        staged(Silent(), model_of(torch.zeros(2, 2).to_sparse()))
+        staged(Parameters([torch.zeros(2, 2).to_sparse()]), Silent())
 
 
 def test_expanded_parameter() -> None:
     with pytest.raises(ValueError, match=r"'p0' of shape .* is expanded.*make it contiguous"):
-        staged(Silent(), model_of(torch.zeros(2, 1).expand(2, 3)))
+        staged(Parameters([torch.zeros(2, 1).expand(2, 3)]), Silent())
 
 
 def test_lazy_parameter() -> None:
     model = nn.LazyLinear(3)
     manager = LocalManager()
-    local_sgd = staged(manager, model)
+    local_sgd = staged(model, manager)
     with pytest.raises(ValueError, match="run one forward pass before"):
         local_sgd.sync()
     assert manager.quorums == 0
@@ -108,36 +80,41 @@ def test_lazy_parameter() -> None:
 @pytest.mark.parametrize("window", [-1, float("nan"), float("inf"), True, "1", [8]])
 def test_window(window: Any) -> None:
     with pytest.raises(ValueError, match="offload_window_mb must be None or a number of MiB"):
-        staged(Silent(), model_of(torch.zeros(2)), window=window)
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_window_mb=window)
 
 
 def test_window_without_the_option() -> None:
     with pytest.raises(ValueError, match="needs offload_averaged_parameters_to_cpu=True"):
-        staged(Silent(), model_of(torch.zeros(2)), offload=False, window=8)
+        staged(
+            Parameters([torch.zeros(2)]),
+            Silent(),
+            offload_averaged_parameters_to_cpu=False,
+            offload_window_mb=8,
+        )
 
 
 def test_option_that_is_no_bool() -> None:
     with pytest.raises(ValueError, match="must be True or False, got 'false'"):
-        staged(Silent(), model_of(torch.zeros(2)), offload="false")
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_averaged_parameters_to_cpu="false")
 
 
 @pytest.mark.parametrize("switch", ["true", 1, None, [True]])
 def test_host_allreduce_that_is_no_bool(switch: Any) -> None:
     match = rf"offload_allreduce_to_cpu must be True or False, got {re.escape(repr(switch))}"
     with pytest.raises(ValueError, match=match):
-        staged(Silent(), model_of(torch.zeros(2)), allreduce_to_cpu=switch)
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_allreduce_to_cpu=switch)
 
 
 def test_host_allreduce_without_the_option() -> None:
     with pytest.raises(ValueError, match="allreduce_to_cpu=True needs offload_averaged_parameters_to_cpu"):
-        staged(Silent(), model_of(torch.zeros(2)), offload=False, allreduce_to_cpu=True)
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_averaged_parameters_to_cpu=False, **HOST)
 
 
 @pytest.mark.parametrize("window", [0, 8])
 def test_host_allreduce_with_a_window(window: float) -> None:
     match = f"has no window, and offload_window_mb is {window}: pass one of them"
     with pytest.raises(ValueError, match=match):
-        staged(Silent(), model_of(torch.zeros(2)), window=window, allreduce_to_cpu=True)
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_window_mb=window, **HOST)
 
 
 class Named:
@@ -188,27 +165,26 @@ def process_group_of(kind: str) -> Any:
 def test_process_group_that_cannot_reduce_on_the_host(kind: str, name: str) -> None:
     manager = LocalManager(process_group=process_group_of(kind))
     # Whatever the device: the copies are on the host.
-    model = model_of(torch.zeros(2, device=sim.device()))
+    model = Parameters([torch.zeros(2, device=sim.device())])
     match = f"reduces CPU tensors, and the Manager's is '{name}': pass the Manager a ProcessGroupGloo, or"
     with pytest.raises(ValueError, match=match):
-        staged(manager, model, allreduce_to_cpu=True)
-    staged(manager, model, window=0)
+        staged(model, manager, **HOST)
+    staged(model, manager, offload_window_mb=0)
     # Without it the same holds for parameters that are on the host themselves.
     with pytest.raises(ValueError, match=f"'p0' is on the CPU, .* group, '{name}', can't reduce CPU tensors"):
-        staged(manager, model_of(torch.zeros(2)))
+        staged(Parameters([torch.zeros(2)]), manager)
 
 
 @pytest.mark.usefixtures("third_party_backends")
 @pytest.mark.parametrize("kind", ["Gloo", "BabyGloo", "Dummy", "Unnamed", "npugloo", "never heard of"])
-@pytest.mark.parametrize("allreduce_to_cpu", [False, True])
-def test_process_group_that_may_reduce_on_the_host(kind: str, allreduce_to_cpu: bool) -> None:
-    manager = LocalManager(process_group=process_group_of(kind))
-    staged(manager, model_of(torch.zeros(2)), allreduce_to_cpu=allreduce_to_cpu)
+@pytest.mark.parametrize("options", WAYS)
+def test_process_group_that_may_reduce_on_the_host(kind: str, options: dict[str, Any]) -> None:
+    staged(Parameters([torch.zeros(2)]), LocalManager(process_group=process_group_of(kind)), **options)
 
 
 @pytest.mark.parametrize("double", [Silent(), LocalManager(), create_autospec(Manager)])
 def test_double_of_a_manager_passes(double: Any) -> None:
-    staged(double, model_of(torch.zeros(2)), allreduce_to_cpu=True)
+    staged(Parameters([torch.zeros(2)]), double, **HOST)
 
 
 class _StepOnly:
@@ -226,7 +202,7 @@ def test_optimizer_without_step_hooks(wrapper: str) -> None:
     manager: Any = Silent()
     wrapped = _StepOnly(optimizer) if wrapper == "step only" else OptimizerWrapper(manager, optimizer)
     with pytest.raises(ValueError, match=r"optimizer of type .* has no step hooks .*pass a torch\.optim"):
-        staged(manager, model, wrapped)
+        staged(model, manager, optimizer=wrapped)
 
 
 def test_unsharded_fsdp2_parameters() -> None:
@@ -234,7 +210,7 @@ def test_unsharded_fsdp2_parameters() -> None:
     try:
         model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
         manager = LocalManager()
-        local_sgd = staged(manager, model)
+        local_sgd = staged(model, manager)
         model(torch.ones(1, 4))
         with pytest.raises(ValueError, match=r"'weight' is unsharded at this moment.*reshard"):
             local_sgd.sync()
@@ -252,9 +228,9 @@ def test_quorum_settings_that_destroy_weights(use_async_quorum: bool, init_sync:
     manager = LocalManager(use_async_quorum=use_async_quorum, init_sync=init_sync)
     if use_async_quorum and init_sync:
         with pytest.raises(ValueError, match="use_async_quorum=False or init_sync=False"):
-            staged(manager, nn.Linear(2, 2))
+            staged(nn.Linear(2, 2), manager)
     else:
-        staged(manager, nn.Linear(2, 2))
+        staged(nn.Linear(2, 2), manager)
 
 
 # What only real Managers show
@@ -265,7 +241,7 @@ def test_quorum_settings_are_read_from_the_real_manager() -> None:
 
     def body(replica: Replica) -> None:
         with pytest.raises(ValueError, match="use_async_quorum=True and init_sync=True"):
-            staged(replica.manager, model_of(torch.zeros(2)))
+            staged(Parameters([torch.zeros(2)]), replica.manager)
 
     run_replicas(
         1, body, manager_args={"use_async_quorum": True, "init_sync": True}, warm_up=False, min_replicas=1
@@ -277,9 +253,9 @@ def test_dtype_without_average_in_one_group_only() -> None:
 
     def body(replica: Replica) -> str:
         dtype = torch.int64 if replica.index == 0 else torch.float32
-        model = model_of(torch.ones(2, dtype=dtype))
+        model = Parameters([torch.ones(2, dtype=dtype)])
         try:
-            local_sgd = staged(replica.manager, model)
+            local_sgd = staged(model, replica.manager)
         except ValueError as error:
             return str(error)
         replica.manager._quorum_timeout = timedelta(seconds=2)

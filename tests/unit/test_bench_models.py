@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchft._staging.units import MIB
 from torchft.local_sgd_bench.cases import build
 
-MIB = 1024 * 1024
 CPU = torch.device("cpu")
 
 
@@ -42,6 +42,6 @@ def test_quadratic_loss_has_the_gradient_of_a_batch() -> None:
     step(0).backward()
     torch.manual_seed(5)
     targets = torch.randn(800)
-    for target, parameter in zip(targets.tolist(), model.parameters()):
+    for target, parameter in zip(targets.tolist(), model.parameters(), strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, parameter.detach() - target)

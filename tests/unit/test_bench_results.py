@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from torchft._launch.cli import UserError
+from torchft._staging.units import MIB
 from torchft.local_sgd_bench.results import Results, Spread
 from torchft.local_sgd_bench.tables import report
-
-MIB = 1024 * 1024
 
 
 def sample(case: str, round_number: int, group: int, sync: float, **fields: Any) -> dict[str, Any]:
@@ -73,6 +72,16 @@ def test_ratios_are_pairwise_of_the_slower_group_and_without_warm_up(results: Re
     assert not results.problems()
 
 
+def test_added_time_is_spread_over_the_steps(results: Results) -> None:
+    # Medians: 10 ms of a synchronization, 30 ms of a staged one, 100 ms of a round of two steps.
+    assert results.step_milliseconds == pytest.approx(100 / 2 - 10 / 2)
+    assert results.added_per_step("staged", 1) == pytest.approx((20, 20 / (45 + 10)))
+    assert results.added_per_step("staged", 100) == pytest.approx((0.2, 0.2 / 45.1))
+    lines = report(results).splitlines()
+    assert "staged          +20.00 ms (+36.4 %)  +2.00 ms (+4.3 %)  +0.20 ms (+0.4 %)" in lines
+    assert "  of original: 45.0 ms, the wait for the quorum included, and its ms / sync_every." in lines
+
+
 def test_a_rejected_pair_does_not_count(results: Results) -> None:
     for entry in results.samples:
         if entry["case"] == "original" and entry["round"] == 2:
@@ -122,6 +131,7 @@ def test_the_file_holds_every_sample_and_gives_the_same_report(results: Results,
     path = tmp_path / "r.json"
     results.write(str(path))
     assert json.loads(path.read_text())["samples"] == results.samples
+    assert sum(line.startswith('    {"case": ') for line in path.read_text().splitlines()) == 16 + 2
     assert json.loads(path.read_text())["summary"][1]["sync_ratio"]["median"] == 2.0
     assert report(Results.read(str(path))) == report(results)
 

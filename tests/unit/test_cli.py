@@ -131,6 +131,19 @@ def test_output_files_are_checked_before_the_work(tmp_path: Path) -> None:
             cli.check_output_file("--json", path)
 
 
+def test_plots_are_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "plot.PNG")
+    cli.check_plot_file("--plot", None)
+    cli.check_plot_file("--plot", path)
+    with pytest.raises(cli.UserError, match="there is no folder"):
+        cli.check_plot_file("--plot", str(tmp_path / "no" / "plot.png"))
+    with pytest.raises(cli.UserError, match=r"'plot.svg' is no PNG; pass a name that ends in .png"):
+        cli.check_plot_file("--plot", "plot.svg")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(cli.UserError, match=r'--plot needs matplotlib: pip install "torchft\[tools\]"'):
+        cli.check_plot_file("--plot", path)
+
+
 def test_json_is_whole_and_has_no_nan(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     cli.write_json(str(path), {"loss": math.nan, "times": (1.5, math.inf), "n": 3})
@@ -139,3 +152,21 @@ def test_json_is_whole_and_has_no_nan(tmp_path: Path) -> None:
         cli.write_json(str(path), {"loss": object()})
     # the failed write has not touched what was there
     assert json.loads(path.read_text())["n"] == 3
+
+
+def test_json_has_a_line_per_field_and_item(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    cli.write_json(str(path), {"a": {"b": [1, 2], "c": {}}, "d": [{"e": [3]}, []], "f": []})
+    assert path.read_text().splitlines() == [
+        "{",
+        '  "a": {',
+        '    "b": [1, 2],',
+        '    "c": {}',
+        "  },",
+        '  "d": [',
+        '    {"e": [3]},',
+        "    []",
+        "  ],",
+        '  "f": []',
+        "}",
+    ]

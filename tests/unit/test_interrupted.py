@@ -21,6 +21,7 @@ from torchft import local_sgd
 from torchft._staging.buffers import StagingBuffers
 from torchft._staging.frames import drop_locals
 from torchft.local_sgd import LocalSGD
+from torchft.manager import ExceptionWithTraceback
 from torchft.process_group import ProcessGroupGloo
 
 both_ways = pytest.mark.parametrize("options", WAYS)
@@ -232,3 +233,103 @@ def test_failed_collective_leaves_no_memory(options: dict[str, Any]) -> None:
     logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)
     gc.collect()
     run_replicas(2, body, FailingSimulated)
+
+
+class MaxRetries(sim.SimulatedProcessGroupGloo):
+    """Fails in the second all-reduce of each synchronization while it is armed."""
+
+    armed = False
+    calls = 0
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        self.calls += self.armed
+        if self.calls == 2:
+            raise RuntimeError("injected")
+        return super().allreduce(tensors, opts)
+
+
+def test_vote_that_raises_after_a_failed_collective_leaves_no_memory() -> None:
+    """With max_retries the vote itself raises; then, too, the exception of the collective holds buffers."""
+
+    def body(replica: Replica) -> None:
+        model = equal_parameters(replica.index, 4, sim.device(replica.index))
+        local = make(LocalSGD, replica, model, True)
+        entry = sim.memory(replica.index).alive
+        group = replica.process_group
+        assert isinstance(group, MaxRetries)
+        group.armed = True
+        with pytest.raises(RuntimeError, match="max_retries"):
+            local.sync()
+        assert replica.manager.errored() is not None
+        sim.wait_until_alive(replica.index, entry)
+
+    logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)
+    gc.collect()
+    run_replicas(2, body, MaxRetries, manager_args={"max_retries": 0})
+
+
+class Reporting(LocalManager):
+    """Two all-reduces of a round fail one after the other, and a log handler keeps what it was told."""
+
+    def __init__(self, read_locals: bool) -> None:
+        super().__init__()
+        self._errored: Any = None
+        self._read_locals = read_locals
+        self.kept: list[BaseException] = []
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        return FailingWork(self, tensor)
+
+    def errored(self) -> Any:
+        return self._errored
+
+    def report_error(self, error: Exception) -> None:
+        self.commit = False
+        self.kept.append(error)
+        self._errored = ExceptionWithTraceback(error)
+        trace = error.__traceback__
+        while trace is not None and self._read_locals:
+            # As a handler does that shows the locals of a traceback.
+            assert dict(trace.tb_frame.f_locals)
+            trace = trace.tb_next
+
+
+class FailingWork:
+    def __init__(self, manager: Reporting, tensor: torch.Tensor) -> None:
+        self.manager = manager
+        self.tensor = tensor
+
+    def wait(self) -> bool:
+        try:
+            self._fail(self.tensor)
+        except Exception as error:
+            self.manager.report_error(error)
+        return False
+
+    def _fail(self, tensor: torch.Tensor) -> None:
+        raise ConnectionError(f"injected, over {tensor.numel()} elements")
+
+
+@pytest.mark.parametrize("read_locals", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"offload_window_mb": 1}, {"offload_allreduce_to_cpu": True}], ids=["window", "host"]
+)
+def test_several_kept_failures_hold_no_memory(options: dict[str, Any], read_locals: bool) -> None:
+    model = equal_parameters(1, 3, sim.device(6))
+    manager = Reporting(read_locals)
+    local = staged(model, manager, **options)
+    references: list[weakref.ref[torch.Tensor]] = []
+    take = local._take_memory
+
+    def watched() -> Any:
+        buffers = take()
+        references.extend(weakref.ref(tensor) for tensor in buffers.host)
+        return buffers
+
+    local._take_memory = watched  # type: ignore[method-assign]
+    gc.collect()
+    entry = sim.memory(6).alive
+    local.sync()
+    assert len(manager.kept) == 3
+    assert sim.memory(6).alive == entry
+    assert all(reference() is None for reference in references)

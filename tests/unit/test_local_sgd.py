@@ -152,7 +152,7 @@ def test_parameters_keep_storage_and_averages_have_no_history(commit: bool, opti
     assert len(seen) == len(before)
     assert all(t.grad_fn is None and not t.requires_grad for t in seen)
     assert [p.data_ptr() for p in model.parameters()] == storages
-    for parameter, old in zip(model.parameters(), before):
+    for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old * 2 if commit else old)
         assert parameter.grad_fn is None
 
@@ -201,7 +201,7 @@ def test_healing_in_the_vote_may_replace_parameters(options: dict[str, Any]) -> 
     local = staged(model, Healing(), **options)
     old = list(model.parameters())
     local.sync()
-    assert all(a is not b for a, b in zip(model.parameters(), old))
+    assert all(a is not b for a, b in zip(model.parameters(), old, strict=True))
     assert bits(model) == averages
 
 

@@ -10,7 +10,7 @@ import simulated_accelerator as sim
 import torch
 from averaging_models import Parameters, equal_parameters
 from local_manager import LocalManager, staged
-from properties import make
+from properties import HOST, WAYS, make
 from replica_threads import Replica, run_replicas
 from torch import nn
 
@@ -18,8 +18,6 @@ from torchft._staging import host_memory
 from torchft.local_sgd import LocalSGD
 from torchft.local_sgd_memory import staging_memory
 from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupDummy, ProcessGroupGloo
-
-HOST: dict[str, Any] = {"offload_allreduce_to_cpu": True}
 
 
 @pytest.mark.parametrize("commit", [True, False])
@@ -97,7 +95,7 @@ def test_hint_that_gloo_can_do_without_a_window(
     assert not any("Gloo" in line for line in ([] if hint else [first]) + rest)
 
 
-@pytest.mark.parametrize("options", [{}, HOST])
+@pytest.mark.parametrize("options", WAYS)
 def test_spans_show_in_a_trace(options: dict[str, Any]) -> None:
     local = staged(equal_parameters(1, count=2), **options)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
@@ -114,7 +112,7 @@ def test_staging_off_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-@pytest.mark.parametrize("options", [{}, HOST])
+@pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize(("missing", "warnings"), [(0, 0), (1, 1)])
 def test_one_warning_when_the_host_memory_does_not_suffice(
     missing: int,

@@ -8,8 +8,8 @@ import pytest
 
 from torchft._staging import host_memory
 from torchft._staging.host_memory import available_host_memory, host_shortage, local_world_size
+from torchft._staging.units import GIB
 
-GIB = 1024**3
 MEMINFO = f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {48 * GIB // 1024} kB\n"
 UNLIMITED_V1 = "9223372036854771712"
 

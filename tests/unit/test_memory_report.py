@@ -1,4 +1,4 @@
-"""The memory report as a library: S, M, host, link, peak and time of models as they stand or will stand."""
+"""The memory report as a library: S, M, host, link and peak of models as they stand or will stand."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft._staging.buffers import StagingBuffers
 from torchft._staging.plan import ShardLayout, StagingPlan
-from torchft.local_sgd_memory import StagingMemory, added_time, staging_memory
-
-GIB = 1024**3
-MIB = 1024**2
+from torchft._staging.units import GIB, MIB
+from torchft.local_sgd_memory import StagingMemory, staging_memory
 
 
 def meta(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -150,7 +148,9 @@ def test_planned_shards_are_those_of_fsdp2(rank_of_eight: int) -> None:
         )
     else:
         assert actual.total_bytes < planned.total_bytes
-        assert all(here <= there for here, there in zip(actual.bytes_by_tensor, planned.bytes_by_tensor))
+        assert all(
+            here <= there for here, there in zip(actual.bytes_by_tensor, planned.bytes_by_tensor, strict=True)
+        )
     with pytest.raises(ValueError, match=r"shards=8 is for a model that is not sharded.*DTensor"):
         staging_memory(model, shards=8)
 
@@ -236,28 +236,6 @@ def test_contradictory_peaks(entry: int, step: int, match: str) -> None:
 def test_peak_needs_one_accelerator() -> None:
     with pytest.raises(ValueError, match="one accelerator, and the parameters are on cpu"):
         staging_memory(Parameters([torch.zeros(3)])).peak(GIB, GIB)
-
-
-def test_added_time() -> None:
-    every_step, every_tenth = added_time(0.2, 0.5, 1.0, [1, 10])
-    assert every_step.seconds_per_step == pytest.approx(0.3)
-    assert every_step.share == pytest.approx(0.3 / 1.2)
-    assert every_tenth.seconds_per_step == pytest.approx(0.03)
-    assert every_tenth.share == pytest.approx(0.03 / 1.02)
-
-
-@pytest.mark.parametrize(
-    ("times", "every", "match"),
-    [
-        ((0.0, 1.0, 1.0), [1], "original_sync must be a number of seconds above 0, got 0.0"),
-        ((1.0, float("nan"), 1.0), [1], "staged_sync must"),
-        ((1.0, 1.0, -1.0), [1], "step must"),
-        ((1.0, 1.0, 1.0), [1, 0], "sync_every must be 1 or more"),
-    ],
-)
-def test_added_time_refuses(times: tuple[float, float, float], every: list[int], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        added_time(*times, every)
 
 
 @pytest.mark.parametrize(

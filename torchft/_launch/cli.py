@@ -8,15 +8,16 @@ by SIGTERM.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 
@@ -25,6 +26,7 @@ __all__ = [
     "Parser",
     "UserError",
     "check_output_file",
+    "check_plot_file",
     "non_negative_float",
     "non_negative_int",
     "positive_float",
@@ -205,8 +207,29 @@ def check_output_file(option: str, path: Optional[str]) -> None:
         raise UserError(f"{option} {path!r} can't be written; pass another place")
 
 
+def check_plot_file(option: str, path: Optional[str]) -> None:
+    """Refuses a plot that can't be drawn or written, before the work and not after it.
+
+    Args:
+        option: the option that named it, for the message.
+        path: the file; None passes.
+
+    Raises:
+        UserError: as for ``check_output_file``, it is no PNG, or there is no matplotlib.
+    """
+    check_output_file(option, path)
+    if path is None:
+        return
+    if not path.lower().endswith(".png"):
+        raise UserError(f"{option} {path!r} is no PNG; pass a name that ends in .png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f'{option} needs matplotlib: pip install "torchft[tools]"')
+
+
 def write_json(path: str, value: Any) -> None:
     """Writes results as JSON, whole or not at all; numbers that JSON lacks (NaN) become null.
+
+    Fields of objects have lines of their own, and so has each item of a list of objects, a sample say.
 
     Args:
         path: the file.
@@ -214,9 +237,21 @@ def write_json(path: str, value: Any) -> None:
     """
     partial = f"{path}.partial"
     with open(partial, "w", encoding="utf-8") as file:
-        json.dump(_finite(value), file, indent=2, allow_nan=False)
-        file.write("\n")
+        file.write(_lines(_finite(value)) + "\n")
     os.replace(partial, path)
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    deeper = indent + "  "
+    if isinstance(value, dict) and value:
+        items = [f"{json.dumps(key)}: {_lines(item, deeper)}" for key, item in value.items()]
+        begin, end = "{}"
+    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        items = [json.dumps(item, allow_nan=False) for item in value]
+        begin, end = "[]"
+    else:
+        return json.dumps(value, allow_nan=False)
+    return begin + ",".join(f"\n{deeper}{item}" for item in items) + f"\n{indent}{end}"
 
 
 def _finite(value: Any) -> Any:

@@ -25,14 +25,15 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from torchft._launch import child_process
+from torchft._launch.cli import UserError
 from torchft._launch.lighthouse import LighthouseProcess, check_host, check_lighthouse
 
 __all__ = ["Exit", "Message", "ReplicaFailed", "ReplicaGroups", "attached", "send"]
@@ -43,46 +44,58 @@ _LINES_KEPT = 80
 
 
 @dataclass(frozen=True)
-class Message:
-    """What a rank sent.
+class _Event:
+    """What is heard of a rank.
 
     Attributes:
         group: its replica group.
         rank: its rank within the group.
         start: 0 for the group's first start, 1 after the first restart, ...
-        fields: what it passed to ``send``.
     """
 
     group: int
     rank: int
     start: int
+
+
+@dataclass(frozen=True)
+class Message(_Event):
+    """What a rank sent.
+
+    Attributes:
+        fields: what it passed to ``send``.
+    """
+
     fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Exit:
+class Exit(_Event):
     """The end of a rank; the last that is heard of it.
 
     Attributes:
-        group: its replica group.
-        rank: its rank within the group.
-        start: 0 for the group's first start, 1 after the first restart, ...
         returncode: as of ``subprocess``: the exit code, or minus the signal's number.
         output: its last lines on stdout and stderr.
         killed: whether ``kill`` or ``stop`` ended it.
     """
 
-    group: int
-    rank: int
-    start: int
     returncode: int
     output: tuple[str, ...]
     killed: bool
 
     def check(self) -> None:
-        """Raises ReplicaFailed unless the rank ended well or was killed on purpose."""
-        if self.returncode != 0 and not self.killed:
-            raise ReplicaFailed(self)
+        """Raises unless the rank ended well or was killed on purpose.
+
+        Raises:
+            UserError: the rank ended with exit code 2 and one line about the user's mistake: that line.
+            ReplicaFailed: it failed otherwise.
+        """
+        if self.returncode == 0 or self.killed:
+            return
+        if self.returncode == 2 and self.output:
+            # As cli.run() prints it, after the name of the rank's program.
+            raise UserError(self.output[-1].partition(": ")[2])
+        raise ReplicaFailed(self)
 
 
 class ReplicaFailed(Exception):

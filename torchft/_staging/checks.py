@@ -268,7 +268,7 @@ def _problem(shard: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
             f"has dtype {dtype}, which has no average: LocalSGD takes 16, 32 and 64-bit floating-point "
             "parameters; register anything else as a buffer"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(shard.shape, shard.stride())):
+    if any(size > 1 and stride == 0 for size, stride in zip(shard.shape, shard.stride(), strict=True)):
         return (
             f"of shape {tuple(shard.shape)} and strides {shard.stride()} is expanded: several elements share "
             "one memory location and can't be written; make it contiguous()"
@@ -285,7 +285,7 @@ def _problem(shard: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
 def _is_one_tensor(wrapper: Any) -> bool:
     """Whether a wrapper subclass holds one plain tensor of its own shape, dtype and memory order, no more."""
     # Of several tensors a copy is carried out one by one, and the last one wins.
-    inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    inner = [getattr(wrapper, name, None) for name in wrapper.__tensor_flatten__()[0]]
     if len(inner) != 1 or not isinstance(inner[0], torch.Tensor):
         return False
     (held,) = inner
@@ -322,7 +322,9 @@ def find_change(
             f"the model had {len(plan.layouts)} parameters when the synchronization began and has "
             f"{len(parameters)} now, for {len(averages)} averages"
         )
-    for index, (layout, parameter, average) in enumerate(zip(plan.layouts, parameters, averages)):
+    for index, (layout, parameter, average) in enumerate(
+        zip(plan.layouts, parameters, averages, strict=True)
+    ):
         shard = local_shard(parameter)
         if (tuple(shard.shape), shard.dtype) != (layout.shape, layout.dtype):
             return (

@@ -1,6 +1,7 @@
 """Which parameters FSDP holds unsharded at this moment, as FSDP itself says.
 
-An average that is written into an unsharded parameter vanishes when its module is resharded.
+An average that is written into an unsharded parameter vanishes when its module is resharded; one that is
+written into a shard beside an unsharded copy is not in that copy, from which FSDP1 goes on.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 _FSDP1_ADVICE = (
-    "synchronize right after an optimizer step, or enter and leave "
-    "FullyShardedDataParallel.summon_full_params(model, writeback=False) before"
+    "synchronize right after an optimizer step, before the next forward pass; a forward and backward pass "
+    "shards it again, a forward pass alone, as for a validation, does not"
 )
 _FSDP2_ADVICE = (
     "call reshard() on its FSDP module before the synchronization, or let the last microbatch reshard again "
@@ -74,9 +75,22 @@ def _unsharded_fsdp1(model: Any) -> Iterator[torch.Tensor]:
         if not isinstance(module, FullyShardedDataParallel):
             continue
         handle = module._handle
-        # With NO_SHARD the parameters are never anything but whole.
-        if handle is None or not handle.uses_sharded_strategy or handle.is_sharded(handle.flat_param):
+        if handle is None or not handle.uses_sharded_strategy or not _holds_unsharded(handle):
             continue
         yield handle.flat_param
-        # With use_orig_params=True these are what the model shows.
-        yield from getattr(handle.flat_param, "_params", None) or ()
+        # With use_orig_params=True the model shows these, which are other objects while they are unsharded.
+        for name, owner, _ in handle.flat_param._param_infos:
+            parameter = getattr(owner, name, None)
+            if parameter is not None:
+                yield parameter
+
+
+def _holds_unsharded(handle: Any) -> bool:
+    # Set while the module shows unsharded views of a flat parameter that counts as sharded again.
+    if getattr(handle, "_unsharded_flat_param_for_skipped_views", None) is not None:
+        return True
+    # FSDP1 makes these in the first forward pass and frees them by making their storage empty; the second one
+    # is that of mixed precision.
+    names = ("_full_param_padded", "_full_prec_full_param_padded")
+    full = [getattr(handle.flat_param, name, None) for name in names]
+    return any(tensor is not None and tensor.untyped_storage().nbytes() > 0 for tensor in full)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Optional
 
-GIB = 1024**3
+from torchft._staging.units import GIB
 
 
 def available_host_memory(root: str = "/") -> Optional[int]:

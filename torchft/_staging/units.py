@@ -1,10 +1,11 @@
-"""Sizes and small tables, read and written."""
+"""Sizes and aligned tables, as people read and write them. Sizes are bytes."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 
 MIB = 1024**2
 GIB = 1024**3
@@ -41,17 +42,23 @@ def parse_bytes(text: str) -> int:
     return round(float(match[1]) * (1000 if decimal else 1024) ** " KMGT".index(match[2].upper() or " "))
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligns rows of a label, a value and a note; a row of one string is a heading.
-
-    The columns have a least width, so that tables printed below one another align as well.
+def table(rows: Sequence[Sequence[str]], alignment: str, least: Sequence[int] = ()) -> str:
+    """Aligns rows of cells; a row of one string is a heading, which may be longer than any column.
 
     Args:
-        rows: strings, one or three per row.
+        rows: the cells of each row, all as many.
+        alignment: ``l`` or ``r`` for each column.
+        least: widths that the first columns have at least, in characters, so that tables printed below one
+            another align as well.
     """
-    full = [row for row in rows if len(row) > 1]
-    label, value = (max([least, *(len(row[column]) for row in full)]) for column, least in ((0, 20), (1, 12)))
+    widths = [
+        max([minimum, *(len(row[column]) for row in rows if len(row) > 1)])
+        for column, minimum in zip_longest(range(len(alignment)), least, fillvalue=0)
+    ]
     return "\n".join(
-        row[0] if len(row) == 1 else f"{row[0]:<{label}}  {row[1]:>{value}}  {row[2]}".rstrip()
+        "  ".join(
+            cell.ljust(width) if side == "l" else cell.rjust(width)
+            for cell, width, side in zip(row, widths if len(row) > 1 else [0], alignment, strict=False)
+        ).rstrip()
         for row in rows
     )

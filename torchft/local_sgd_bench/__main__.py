@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 from torchft._launch import cli
 from torchft._launch.replicas import Exit, Message, ReplicaFailed, ReplicaGroups
 from torchft.local_sgd_bench.cases import check_model
+from torchft.local_sgd_bench.plot import write_plot
 from torchft.local_sgd_bench.results import Results
 from torchft.local_sgd_bench.tables import report
 from torchft.local_sgd_bench.worker import add_worker_options, case_names
@@ -46,9 +46,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         results = Results.read(options.from_json) if options.from_json is not None else _measure(options)
     except ReplicaFailed as error:
-        if error.exit.returncode == 2:
-            # the user's mistake, found by a group: its own line says it all
-            raise cli.UserError(error.exit.output[-1].partition(": ")[2]) from None
         print(f"{PROG}: {error}", file=sys.stderr, flush=True)
         return 1
     if not results.pairs:
@@ -58,8 +55,6 @@ def main(argv: Sequence[str]) -> int:
     if options.json is not None:
         results.write(options.json)
     if options.plot is not None:
-        from torchft.local_sgd_bench.plot import write_plot
-
         write_plot(options.plot, results)
     problems = results.problems()
     for problem in problems:
@@ -88,9 +83,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     cli.check_output_file("--json", options.json)
-    cli.check_output_file("--plot", options.plot)
-    if options.plot is not None:
-        _check_plot(options.plot)
+    cli.check_plot_file("--plot", options.plot)
     if options.from_json is not None:
         if options.json is not None:
             raise cli.UserError("--json and --from-json together would only copy a file; pass one of them")
@@ -106,13 +99,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     cli.check_nccl(options.process_group, device, options.replicas)
     options.lighthouse = cli.resolve_lighthouse(options.lighthouse)
     return options
-
-
-def _check_plot(path: str) -> None:
-    if not path.lower().endswith(".png"):
-        raise cli.UserError(f"--plot {path!r} would be a PNG file; pass a name that ends in .png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise cli.UserError('--plot needs matplotlib; run pip install "torchft[tools]"')
 
 
 def _measure(options: argparse.Namespace) -> Results:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Callable, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from torchft._launch.cli import UserError
+from torchft._launch.target import find, users_code
 
 # Returns the scalar loss of a step, given the step's number.
 StepFn = Callable[[int], torch.Tensor]
@@ -65,7 +64,7 @@ def _quadratic(model: nn.Module) -> StepFn:
     def step(number: int) -> torch.Tensor:
         # The bench seeds torch for every step and group: that is the batch.
         targets = torch.randn(len(list(model.parameters()))).tolist()
-        losses = [(p - target).square().sum() for p, target in zip(model.parameters(), targets)]
+        losses = [(p - target).square().sum() for p, target in zip(model.parameters(), targets, strict=True)]
         return torch.stack(losses).sum() / 2
 
     return step
@@ -102,8 +101,9 @@ def build(name: str, device: torch.device, seed: int) -> tuple[nn.Module, StepFn
     if name in _SHAPES:
         own = _Parameters(_SHAPES[name]()).to(device)
         return own, _quadratic(own)
-    with _as_user_error(f"--model {name}"):
-        built = _find(name)()
+    build_model = _find(name)
+    with users_code(f"building {name!r}", "pass a callable that takes no arguments"):
+        built = build_model()
     model: Any
     step_fn: Any
     try:
@@ -121,23 +121,6 @@ def build(name: str, device: torch.device, seed: int) -> tuple[nn.Module, StepFn
 
 
 def _find(name: str) -> Callable[[], Any]:
-    module_name, separator, attribute = name.partition(":")
-    if not (module_name and separator and attribute):
-        raise UserError(f"--model {name!r} is unknown; pass rfc, many or MODULE:CALLABLE")
-    with _as_user_error(f"--model {name}: importing {module_name}"):
-        module = importlib.import_module(module_name)
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise UserError(f"--model {name}: {module_name} has no callable {attribute!r}")
-    return found
-
-
-@contextmanager
-def _as_user_error(what: str) -> Iterator[None]:
-    # The user's code may fail in any way; none of them is a defect of the bench.
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what} failed: {type(error).__name__}: {error}") from error
+    if ":" not in name:
+        raise UserError(f"--model {name!r} is unknown; pass {', '.join(_SHAPES)} or MODULE:CALLABLE")
+    return find(name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from torchft._staging.units import MIB
 from torchft.local_sgd_bench.results import ORIGINAL, Results
-
-_MIB = 1024 * 1024
 
 
 def write_plot(path: str, results: Results) -> None:
@@ -25,7 +24,7 @@ def write_plot(path: str, results: Results) -> None:
     FigureCanvasAgg(figure)
     time, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
 
-    for case, position, color in zip(cases, positions, colors):
+    for case, position, color in zip(cases, positions, colors, strict=True):
         times = results.round_times(case, "sync_milliseconds")
         summary = results.summary(case)
         time.plot(times, [position] * len(times), "o", color=color, alpha=0.35, markersize=4)
@@ -47,9 +46,9 @@ def write_plot(path: str, results: Results) -> None:
     time.set_xlabel("milliseconds of a synchronization (bar: quartiles), ratio to original")
 
     extra = [results.summary(case).extra or 0 for case in cases]
-    bars = memory.barh(positions, [nbytes / _MIB for nbytes in extra], color=colors, height=0.5)
+    bars = memory.barh(positions, [nbytes / MIB for nbytes in extra], color=colors, height=0.5)
     memory.bar_label(bars, fmt="%.2f", padding=3)
-    memory.set_xlim(0, 1.25 * max(*extra, 1) / _MIB)
+    memory.set_xlim(0, 1.25 * max(*extra, 1) / MIB)
     memory.set_xlabel(
         "extra device memory (MiB)" if results.device_statistics else "averaging temporaries at once (MiB)"
     )

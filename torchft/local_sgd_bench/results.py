@@ -146,7 +146,7 @@ class Results:
 
     def ratios(self, case: str, what: str) -> list[float]:
         """Returns the ratios of ``round_times`` to those of ``original``, round by round."""
-        pairs = zip(self.round_times(case, what), self.round_times(ORIGINAL, what))
+        pairs = zip(self.round_times(case, what), self.round_times(ORIGINAL, what), strict=True)
         return [time / original for time, original in pairs]
 
     def summary(self, case: str) -> CaseSummary:
@@ -181,6 +181,27 @@ class Results:
             ),
         )
 
+    @property
+    def step_milliseconds(self) -> float:
+        """Milliseconds of a step of ``original`` without synchronizations, but with the wait for quorums."""
+        original = self.summary(ORIGINAL)
+        return 1e3 / original.steps_per_second - original.sync.median / self.options["sync_every"]
+
+    def added_per_step(self, case: str, sync_every: int) -> tuple[float, float]:
+        """Spreads the longer synchronization over the steps between two of them.
+
+        Args:
+            case: its name.
+            sync_every: optimizer steps between synchronizations, which need not be those of the run.
+
+        Returns:
+            Milliseconds added to the average step, negative where the case is faster, and their share of the
+            average step of ``original``.
+        """
+        original = self.summary(ORIGINAL).sync.median / sync_every
+        added = self.summary(case).sync.median / sync_every - original
+        return added, added / (self.step_milliseconds + original)
+
     def problems(self) -> list[str]:
         """Returns what failed, in one sentence each; nothing if all is well."""
         problems = []
@@ -208,7 +229,7 @@ class Results:
         for sample in sorted(mine, key=lambda sample: (sample["round"], sample["group"])):
             original = originals[sample["group"], sample["round"]]
             for what, name in (("losses", "loss"), ("gradient_norms", "gradient norm")):
-                for index, (value, expected) in enumerate(zip(sample[what], original[what])):
+                for index, (value, expected) in enumerate(zip(sample[what], original[what], strict=True)):
                     # repr: NaN is to equal itself
                     if repr(value) != repr(expected):
                         step = sample["round"] * self.options["sync_every"] + index + 1

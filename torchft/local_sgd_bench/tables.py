@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Optional
 
+from torchft._staging.units import MIB, table
 from torchft.local_sgd_bench.results import ORIGINAL, CaseSummary, Results, Spread
 
-MIB = 1024 * 1024
+# Optimizer steps between synchronizations for which the added time is spread.
+_SYNC_EVERY = (1, 10, 100)
 
 _COUNTED_NOTES = (
     "temporaries: MiB of tensors given to Manager.allreduce and alive at once, counted in the warm-up, since",
@@ -25,13 +27,14 @@ _NOTES = (
 
 
 def report(results: Results) -> str:
-    """Returns both tables, with what they were measured on.
+    """Returns all tables, with what they were measured on.
 
     Args:
         results: of a run.
     """
     summaries = [results.summary(case) for case in results.cases]
-    return "\n".join([*_head(results), "", *_training(summaries), "", *_synchronization(results, summaries)])
+    parts = [_head(results), _training(summaries), _synchronization(results, summaries), _amortized(results)]
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _head(results: Results) -> list[str]:
@@ -67,7 +70,7 @@ def _training(summaries: Sequence[CaseSummary]) -> list[str]:
                 else f"DIFFERENT, {difference}",
             ]
         )
-    return _align(rows, "lrrrl")
+    return [table(rows, "lrrrl")]
 
 
 def _synchronization(results: Results, summaries: Sequence[CaseSummary]) -> list[str]:
@@ -104,9 +107,23 @@ def _synchronization(results: Results, summaries: Sequence[CaseSummary]) -> list
         reserved_column = rows[0].index("reserved")
         rows = [row[:reserved_column] + row[reserved_column + 1 :] for row in rows]
     return [
-        *_align(rows, "l" + "r" * (len(rows[0]) - 1)),
+        table(rows, "l" + "r" * (len(rows[0]) - 1)),
         *(_COUNTED_NOTES if counted else _STATISTICS_NOTES),
         *_NOTES,
+    ]
+
+
+def _amortized(results: Results) -> list[str]:
+    rows = [["Added per step", *(f"sync_every {every}" for every in _SYNC_EVERY)]]
+    for case in results.cases:
+        if case != ORIGINAL:
+            added = [results.added_per_step(case, every) for every in _SYNC_EVERY]
+            rows.append([case, *(f"{ms:+.2f} ms ({100 * share:+.1f} %)" for ms, share in added)])
+    step = results.step_milliseconds
+    return [
+        table(rows, "l" + "r" * len(_SYNC_EVERY)),
+        "added per step: (ms - ms of original) / sync_every, by the medians above, and its share of a step",
+        f"  of original: {step:.1f} ms, the wait for the quorum included, and its ms / sync_every.",
     ]
 
 
@@ -120,14 +137,3 @@ def _mib(nbytes: Optional[int]) -> str:
 
 def _spread(spread: Spread, form: str) -> str:
     return f"{spread.median:{form}} ({spread.low:{form}} to {spread.high:{form}})"
-
-
-def _align(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(alignment))]
-    return [
-        "  ".join(
-            cell.ljust(width) if side == "l" else cell.rjust(width)
-            for cell, width, side in zip(row, widths, alignment)
-        ).rstrip()
-        for row in rows
-    ]

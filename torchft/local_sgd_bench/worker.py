@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from torchft._launch import cli
+from torchft._launch.rank import pick_device, process_group
 from torchft._launch.replicas import send
 from torchft._staging.buffers import StagingBuffers
 from torchft.local_sgd import LocalSGD
 from torchft.local_sgd_bench.cases import StepFn, build
 from torchft.local_sgd_bench.probe import MemoryProbe, ObservedManager, SyncMemory, device_statistics
-from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 PROG = "python -m torchft.local_sgd_bench.worker"
 
@@ -218,9 +218,9 @@ def measure(options: argparse.Namespace) -> None:
         options: as parsed by a parser with ``add_worker_options``.
     """
     group = int(os.environ["REPLICA_GROUP_ID"])
-    device = _device(options.device)
+    device = pick_device(options.device)
     manager = ObservedManager(
-        pg=_process_group(options.process_group),
+        pg=process_group(options.process_group, _TIMEOUT),
         state_dict=dict,
         load_state_dict=_refuse_to_heal,
         min_replica_size=int(os.environ["NUM_REPLICA_GROUPS"]),
@@ -260,19 +260,6 @@ def _step_seed(seed: int, step: int) -> int:
     return random.Random(f"{seed} {os.environ['REPLICA_GROUP_ID']} {step}").getrandbits(63)
 
 
-def _device(name: str) -> torch.device:
-    device = cli.resolve_device(name)
-    if device.type == "cpu":
-        return device
-    # The launcher shows each group the devices that are meant for it.
-    torch.accelerator.set_device_index(0)
-    return torch.device(device.type, 0)
-
-
-def _process_group(name: str) -> ProcessGroup:
-    return {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}[name](timeout=_TIMEOUT)
-
-
 def _refuse_to_heal(state: dict[str, Any]) -> None:
     raise RuntimeError("a group fell behind the others; nothing measured after that would be comparable")
 
@@ -293,7 +280,7 @@ def _gradient_norm(model: nn.Module) -> float:
 def _same_weights(model: nn.Module, other: nn.Module) -> bool:
     return all(
         torch.equal(_bits(parameter), _bits(other_parameter))
-        for parameter, other_parameter in zip(model.parameters(), other.parameters())
+        for parameter, other_parameter in zip(model.parameters(), other.parameters(), strict=True)
     )
 
 

@@ -18,9 +18,6 @@ The report is made of the same functions that lay out a staged synchronization, 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -32,54 +29,7 @@ from torchft._staging.host_memory import available_host_memory, local_world_size
 from torchft._staging.plan import ShardLayout, StagingPlan, local_shard
 from torchft.local_sgd_memory.report import DeviceShare, PeakMemory, StagingMemory
 
-__all__ = ["AddedTime", "DeviceShare", "PeakMemory", "StagingMemory", "added_time", "staging_memory"]
-
-
-@dataclass(frozen=True)
-class AddedTime:
-    """What staging adds to the time of a training step, on average.
-
-    Attributes:
-        sync_every: optimizer steps between synchronizations.
-        seconds_per_step: added time; negative where staging is the faster one.
-        share: the same as a share of the average step, synchronizations included, without staging.
-    """
-
-    sync_every: int
-    seconds_per_step: float
-    share: float
-
-
-def added_time(
-    original_sync: float, staged_sync: float, step: float, sync_every: Sequence[int]
-) -> list[AddedTime]:
-    """Spreads the longer synchronization over the steps between two of them.
-
-    Args:
-        original_sync: seconds of a synchronization without staging.
-        staged_sync: seconds of one with staging.
-        step: seconds of a training step that does not synchronize.
-        sync_every: optimizer steps between synchronizations, several to compare.
-
-    Returns:
-        One result per value of ``sync_every``: (staged_sync - original_sync) / sync_every.
-
-    Raises:
-        ValueError: a time is not a number above 0, or a ``sync_every`` is below 1.
-    """
-    for name, seconds in (("original_sync", original_sync), ("staged_sync", staged_sync), ("step", step)):
-        if not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
-    if any(every < 1 for every in sync_every):
-        raise ValueError(f"sync_every must be 1 or more, got {list(sync_every)!r}")
-    return [
-        AddedTime(
-            sync_every=every,
-            seconds_per_step=(staged_sync - original_sync) / every,
-            share=(staged_sync - original_sync) / every / (step + original_sync / every),
-        )
-        for every in sync_every
-    ]
+__all__ = ["DeviceShare", "PeakMemory", "StagingMemory", "staging_memory"]
 
 
 @torch.no_grad()
@@ -133,7 +83,7 @@ def staging_memory(
     for layout in layouts:
         dtype_name = str(layout.dtype).replace("torch.", "")
         by_dtype[dtype_name] = by_dtype.get(dtype_name, 0) + layout.nbytes
-    largest_name, largest = max(zip(named, layouts), key=lambda item: item[1].nbytes)
+    largest_name, largest = max(zip(named, layouts, strict=True), key=lambda item: item[1].nbytes)
     total = sum(layout.nbytes for layout in layouts)
     original = sum(share.total_bytes for share in by_device if not share.is_host)
     staged = sum(share.window_bytes for share in by_device if not share.is_host)

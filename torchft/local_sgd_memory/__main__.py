@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Optional
@@ -12,22 +11,13 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from torchft._launch import cli
-from torchft._staging.units import parse_bytes, table
-from torchft.local_sgd_memory import AddedTime, PeakMemory, StagingMemory, added_time, staging_memory
+from torchft._launch import cli, target
+from torchft._staging.units import parse_bytes
+from torchft.local_sgd_memory import PeakMemory, StagingMemory, staging_memory
+from torchft.local_sgd_memory.plot import write_plot
 
 PROG = "python -m torchft.local_sgd_memory"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_SYNC_EVERY = (1, 10, 100)
-
-
-def command(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs the command; returns its exit code.
-
-    Args:
-        argv: the arguments; default: those of this process.
-    """
-    return cli.run(PROG, main, argv)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,22 +53,13 @@ def main(argv: Sequence[str]) -> int:
         raise cli.UserError(
             f"--plot draws device memory, and {options.model} has parameters on the CPU; leave it out"
         )
-    added: list[AddedTime] = []
-    if options.step_time is not None:
-        added = added_time(
-            options.sync_time, options.staged_sync_time, options.step_time, options.sync_every or _SYNC_EVERY
-        )
 
     print(report)
     if peak is not None:
         print(peak)
-    if added:
-        print(_added_time_table(added))
     if options.json is not None:
-        cli.write_json(options.json, _as_json(options.model, report, peak, added))
+        cli.write_json(options.json, _as_json(options.model, report, peak))
     if options.plot is not None:
-        from torchft.local_sgd_memory.plot import write_plot
-
         write_plot(options.plot, options.model.rpartition(":")[2], report, peak)
     return 1 if report.fits is False else 0
 
@@ -136,58 +117,20 @@ def _parser() -> cli.Parser:
         metavar="SIZE",
         help="device memory at the peak of a step without a synchronization",
     )
-    time = parser.add_argument_group("what it costs in time")
-    time.add_argument(
-        "--sync-time",
-        type=cli.positive_float,
-        metavar="S",
-        help="a synchronization without staging, seconds",
-    )
-    time.add_argument(
-        "--staged-sync-time", type=cli.positive_float, metavar="S", help="one with staging, seconds"
-    )
-    time.add_argument(
-        "--step-time", type=cli.positive_float, metavar="S", help="a step without a synchronization, seconds"
-    )
-    parser.add_common(
-        "--sync-every",
-        type=_int_list,
-        default=None,
-        metavar="K,K,...",
-        help="optimizer steps between synchronizations, several to compare "
-        f"(default: {','.join(map(str, _SYNC_EVERY))})",
-    )
     parser.add_common("--json")
     parser.add_common("--plot")
     return parser
 
 
-def _int_list(text: str) -> list[int]:
-    return [cli.positive_int(part) for part in text.split(",")]
-
-
 def _check(options: argparse.Namespace) -> None:
     """Refuses options that do not fit together, before the work."""
     peak = {"--entry-memory": options.entry_memory, "--step-peak": options.step_peak}
-    time = {
-        "--sync-time": options.sync_time,
-        "--staged-sync-time": options.staged_sync_time,
-        "--step-time": options.step_time,
-    }
-    for group in (peak, time):
-        missing = [name for name, value in group.items() if value is None]
-        if missing and len(missing) < len(group):
-            given = ", ".join(name for name in group if name not in missing)
-            raise cli.UserError(f"{given} needs {' and '.join(missing)} as well")
-    if options.sync_every is not None and options.step_time is None:
-        raise cli.UserError(f"--sync-every compares times; pass {', '.join(time)} as well")
+    missing = [name for name, value in peak.items() if value is None]
+    if len(missing) == 1:
+        given = ", ".join(name for name in peak if name not in missing)
+        raise cli.UserError(f"{given} needs {missing[0]} as well")
     cli.check_output_file("--json", options.json)
-    cli.check_output_file("--plot", options.plot)
-    if options.plot is not None:
-        if not options.plot.lower().endswith(".png"):
-            raise cli.UserError(f"--plot {options.plot!r} is no PNG; pass a name that ends in .png")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise cli.UserError('--plot needs matplotlib: pip install "torchft[tools]"')
+    cli.check_plot_file("--plot", options.plot)
 
 
 def _build(spec: str) -> nn.Module:
@@ -199,33 +142,10 @@ def _build(spec: str) -> nn.Module:
     Raises:
         UserError: there is no such callable, it fails, or what it returns is no module.
     """
-    module_name, colon, path = spec.partition(":")
-    if not (module_name and colon and path):
-        raise cli.UserError(f"{spec!r} does not name a model; pass MODULE:CALLABLE, such as my_models:build")
-    # Whatever is wrong with it, SystemExit of a script without a main guard too, is for the user to repair.
-    try:
-        found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise cli.UserError(
-            f"importing {module_name!r} failed, {_describe(error)}; pass a module that Python finds from "
-            "this folder or on PYTHONPATH"
-        ) from error
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise cli.UserError(f"{module_name!r} has no {path!r}; pass a function or class that it has")
-        found = getattr(found, name)
-    if not callable(found) or isinstance(found, nn.Module):
-        raise cli.UserError(
-            f"{spec!r} is a {type(found).__name__}; pass a function or class that builds the model"
-        )
-    try:
-        with torch.device("meta"):
-            model = found()
-    except (Exception, SystemExit) as error:
-        raise cli.UserError(
-            f"building {spec!r} on the meta device failed, {_describe(error)}; pass a callable that takes no "
-            "arguments and needs no values of tensors"
-        ) from error
+    build = target.find(spec)
+    instead = "pass a callable that takes no arguments and needs no values of tensors"
+    with target.users_code(f"building {spec!r} on the meta device", instead), torch.device("meta"):
+        model = build()
     if not isinstance(model, nn.Module):
         raise cli.UserError(
             f"{spec!r} returned a {type(model).__name__}; pass one that returns a torch.nn.Module"
@@ -233,29 +153,7 @@ def _build(spec: str) -> nn.Module:
     return model
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def _added_time_table(added: Sequence[AddedTime]) -> str:
-    return table(
-        [
-            ("Time that staging adds to a step, on average",),
-            *(
-                (
-                    f"  sync_every {result.sync_every}",
-                    f"{result.seconds_per_step * 1e3:,.2f} ms",
-                    f"{100 * result.share:+.2f} %",
-                )
-                for result in added
-            ),
-        ]
-    )
-
-
-def _as_json(
-    model: str, report: StagingMemory, peak: Optional[PeakMemory], added: Sequence[AddedTime]
-) -> dict[str, Any]:
+def _as_json(model: str, report: StagingMemory, peak: Optional[PeakMemory]) -> dict[str, Any]:
     figures = asdict(report)
     del figures["bytes_by_tensor"]
     figures.update(
@@ -272,9 +170,8 @@ def _as_json(
             "run_peak_staged": peak.run_peak_staged,
             "lowered_bytes": peak.lowered_bytes,
         },
-        "added_time": [asdict(result) for result in added],
     }
 
 
 if __name__ == "__main__":
-    raise SystemExit(command())
+    sys.exit(cli.run(PROG, main))

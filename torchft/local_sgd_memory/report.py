@@ -9,6 +9,9 @@ import torch
 
 from torchft._staging.units import format_bytes, table
 
+# Label, value and note, as wide in one table as in the other.
+_COLUMNS = ("lrl", (20, 12))
+
 
 @dataclass(frozen=True)
 class DeviceShare:
@@ -85,7 +88,7 @@ class StagingMemory:
 
     @property
     def saved_share(self) -> float:
-        """``saved_bytes`` as a share of ``device_bytes_original``: 1 - M/S; 0 without an accelerator."""
+        """The share of ``device_bytes_original`` that is saved, 1 - M/S; 0 without an accelerator."""
         return self.saved_bytes / self.device_bytes_original if self.device_bytes_original else 0.0
 
     @property
@@ -180,7 +183,7 @@ class StagingMemory:
                 ("  committed", format_bytes(self.link_bytes_committed), ""),
                 ("  rejected", format_bytes(self.link_bytes_rejected), ""),
             ]
-        text = table(rows)
+        text = table(rows, *_COLUMNS)
         if len(accelerators) < len(self.by_device):
             text += "\nParameters on the CPU: staging saves nothing there and takes a window more."
         return text
@@ -241,14 +244,13 @@ class PeakMemory:
             verdict = "The synchronization is the peak of this run, and staging takes all it saves off it."
         else:
             verdict = "The synchronization is the peak of this run; with staging the step is."
-        return table(
-            [
-                ("Peak of the run on the device",),
-                ("  at entry", format_bytes(self.entry_memory), "weights, gradients, optimizer state"),
-                ("  step", format_bytes(self.step_peak), ""),
-                ("  synchronization", format_bytes(self.sync_peak_original), "without staging"),
-                ("  synchronization", format_bytes(self.sync_peak_staged), "with staging"),
-                ("  lowered by", format_bytes(self.lowered_bytes), ""),
-                (verdict,),
-            ]
-        )
+        rows = [
+            ("Peak of the run on the device",),
+            ("  at entry", format_bytes(self.entry_memory), "weights, gradients, optimizer state"),
+            ("  step", format_bytes(self.step_peak), ""),
+            ("  synchronization", format_bytes(self.sync_peak_original), "without staging"),
+            ("  synchronization", format_bytes(self.sync_peak_staged), "with staging"),
+            ("  lowered by", format_bytes(self.lowered_bytes), ""),
+            (verdict,),
+        ]
+        return table(rows, *_COLUMNS)

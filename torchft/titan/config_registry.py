@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Callable
+from collections.abc import Callable
 
 try:
     from torchtitan.experiments.torchft.llama3 import config_registry as _titan

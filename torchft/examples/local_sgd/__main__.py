@@ -15,6 +15,7 @@ from typing import Any
 
 from torchft._launch import cli
 from torchft._launch.replicas import ReplicaFailed, ReplicaGroups
+from torchft._staging.units import MIB, table
 from torchft.examples.local_sgd.data import Corpus, read_text
 from torchft.examples.local_sgd.options import add_training_options, as_arguments, check_training_options
 from torchft.examples.local_sgd.supervisor import GroupLost, Results, Supervisor
@@ -22,7 +23,6 @@ from torchft.examples.local_sgd.supervisor import GroupLost, Results, Supervisor
 __all__ = ["main"]
 
 PROG = "python -m torchft.examples.local_sgd"
-MIB = 1024 * 1024
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,9 +67,6 @@ def main(argv: Sequence[str]) -> int:
         try:
             supervisor.run()
         except ReplicaFailed as error:
-            if error.exit.returncode == 2:
-                # the user's mistake, found by a rank: its own line says it all
-                raise cli.UserError(error.exit.output[-1].partition(": ")[2]) from None
             failure = str(error)
         except GroupLost as error:
             failure = str(error)
@@ -164,10 +161,7 @@ def _print_summary(results: Results, options: argparse.Namespace) -> None:
         ("per rank", f"S {size:.2f} MiB of parameters, M {largest:.2f} MiB the largest one"),
         ("parameters", same),
     ]
-    print()
-    for name, value in lines:
-        print(f"{name:17s} {value}")
-    sys.stdout.flush()
+    print(f"\n{table(lines, 'll')}", flush=True)
 
 
 def _as_json(results: Results, options: argparse.Namespace, problems: list[str]) -> dict[str, Any]:

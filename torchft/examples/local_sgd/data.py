@@ -13,11 +13,12 @@ from typing import Optional
 import torch
 
 from torchft._launch.cli import UserError
+from torchft._staging.units import MIB
 
 __all__ = ["Corpus", "read_text"]
 
 # Several of the standard library's size; a limit, since every rank holds the text in memory.
-_MAX_BYTES = 64 * 1024 * 1024
+_MAX_BYTES = 64 * MIB
 # One block in this many is held out.
 _HELD_OUT = 20
 

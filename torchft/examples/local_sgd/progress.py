@@ -9,9 +9,9 @@ import hashlib
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchft._launch import replicas
+from torchft._staging.plan import local_shard
 from torchft.manager import Manager
 
 __all__ = ["Progress"]
@@ -117,12 +117,8 @@ class Progress:
             replicas.send(**fields)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def _local_bytes(model: nn.Module) -> tuple[int, int]:
-    sizes = [_local(parameter).nbytes for parameter in model.parameters()]
+    sizes = [local_shard(parameter).nbytes for parameter in model.parameters()]
     return sum(sizes), max(sizes)
 
 
@@ -130,6 +126,6 @@ def _digest(model: nn.Module) -> str:
     """Hashes this rank's shards, bit for bit; equal in all groups after a commit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        shard = _local(parameter.detach()).to("cpu", memory_format=torch.contiguous_format)
+        shard = local_shard(parameter.detach()).to("cpu", memory_format=torch.contiguous_format)
         digest.update(ctypes.string_at(shard.data_ptr(), shard.nbytes) if shard.nbytes else b"")
     return digest.hexdigest()

@@ -146,6 +146,7 @@ class Supervisor:
 
         Raises:
             ReplicaFailed: a rank failed with an error of its own.
+            UserError: a rank found a mistake of the user.
             GroupLost: a group died and cannot come back.
         """
         for group in range(len(self._groups)):

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from torchft._launch import cli
+from torchft._launch.rank import pick_device, process_group
 from torchft.examples.local_sgd.checkpoint import Checkpoint
 from torchft.examples.local_sgd.data import Corpus, read_text
 from torchft.examples.local_sgd.environment import check_environment
@@ -38,7 +39,6 @@ from torchft.examples.local_sgd.options import add_training_options, check_train
 from torchft.examples.local_sgd.progress import Progress
 from torchft.local_sgd import LocalSGD
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 __all__ = ["main", "train"]
 
@@ -171,21 +171,6 @@ def train(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def pick_device(name: str) -> torch.device:
-    """Chooses this rank's device.
-
-    Args:
-        name: ``auto`` or a device type.
-    """
-    device = cli.resolve_device(name)
-    if device.type == "cpu":
-        return device
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
-    device = torch.device(device.type, index)
-    torch.accelerator.set_device_index(index)
-    return device
-
-
 def shard(model: nn.Module, device: torch.device, ranks: int) -> None:
     """Shards the model over the ranks of this group with FSDP2.
 
@@ -202,16 +187,6 @@ def shard(model: nn.Module, device: torch.device, ranks: int) -> None:
     # True for the root too: after a validation its parameters would otherwise stay unsharded, and
     # LocalSGD averages shards.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-
-
-def process_group(name: str, timeout: timedelta) -> ProcessGroup:
-    """Makes the process group that the Manager reconfigures as groups come and go.
-
-    Args:
-        name: ``gloo`` or ``nccl``.
-        timeout: how long a collective may take.
-    """
-    return {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}[name](timeout=timeout)
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
