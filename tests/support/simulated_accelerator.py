@@ -164,7 +164,7 @@ class HostCopy:
     def straight(self) -> bool:
         """Whether it is one block of memory in the same order on both sides, which needs no temporary."""
         on_device, on_host = (
-            [(stride, size) for stride, size in zip(strides, self.shape) if size > 1]
+            [(stride, size) for stride, size in zip(strides, self.shape, strict=True) if size > 1]
             for strides in (self.on_device, self.on_host)
         )
         block = 1

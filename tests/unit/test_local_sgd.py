@@ -258,7 +258,7 @@ def test_extra_device_memory_of_shards(
         local.sync()
     assert memory.peak - entry == extra
     assert all(copy.straight for copy in copies)
-    for shard, tensor in zip(shards, tensors):
+    for shard, tensor in zip(shards, tensors, strict=True):
         assert torch.equal(shard.cpu(), 2 * tensor)
 
 

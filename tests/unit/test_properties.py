@@ -91,7 +91,7 @@ class TemporaryInWriteBack(LocalSGD):
 
     @torch.no_grad()
     def _write_back(self, averages: list[torch.Tensor]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        for average, parameter in zip(averages, self._model.parameters()):
+        for average, parameter in zip(averages, self._model.parameters(), strict=True):
             parameter.copy_(average.to(parameter.device))
 
 
