@@ -47,4 +47,5 @@ def staged(
         # A model without parameters has no optimizer of its own.
         optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(1)], lr=0.1)
     options = {"offload_averaged_parameters_to_cpu": True, **options}
-    return LocalSGD(manager or LocalManager(), model, optimizer, sync_every, **options)
+    stand_in: Any = manager or LocalManager()
+    return LocalSGD(stand_in, model, optimizer, sync_every, **options)

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from averaging_models import Parameters
 from local_manager import LocalManager, staged
 from replica_threads import Replica, run_replicas
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from torchft.optim import OptimizerWrapper
 
@@ -102,24 +99,6 @@ def test_optimizer_without_step_hooks(wrapper: str) -> None:
     wrapped = _StepOnly(optimizer) if wrapper == "step only" else OptimizerWrapper(manager, optimizer)
     with pytest.raises(ValueError, match=r"optimizer of type .* has no step hooks .*pass a torch\.optim"):
         staged(model, manager, optimizer=wrapped)
-
-
-def test_unsharded_fsdp2_parameters() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
-        manager = LocalManager()
-        local_sgd = staged(model, manager)
-        model(torch.ones(1, 4))
-        with pytest.raises(ValueError, match=r"'weight' is unsharded at this moment.*reshard"):
-            local_sgd.sync()
-        assert manager.quorums == 0
-        # The same object takes it once it is sharded.
-        model.reshard()
-        local_sgd.sync()
-        assert manager.quorums == 1
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("use_async_quorum", "init_sync"), [(True, True), (True, False), (False, True)])

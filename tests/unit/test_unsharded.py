@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield init_device_mesh("cpu", (1,))
     finally:
@@ -25,7 +25,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> nn.Module:
-    return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, **options)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh, **options)
+    return model
 
 
 def unsharded(model: nn.Module) -> nn.Module:
@@ -42,6 +44,13 @@ def check_refused(model: nn.Module, local: Any, manager: LocalManager, reshard: 
     reshard()
     local.sync()
     assert manager.quorums == 1
+
+
+def test_after_a_forward_pass(mesh: DeviceMesh) -> None:
+    model, manager = sharded(mesh), LocalManager()
+    local = staged(model, manager)
+    model(torch.ones(1, 4))
+    check_refused(model, local, manager, model.reshard)  # pyright: ignore[reportArgumentType]
 
 
 def test_made_before_fully_shard(mesh: DeviceMesh) -> None:
@@ -75,10 +84,10 @@ def test_part_of_what_is_sharded(mesh: DeviceMesh) -> None:
 
 def test_only_some_modules(mesh: DeviceMesh) -> None:
     model, manager = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), LocalManager()
-    inner = fully_shard(model[1], mesh=mesh)
+    fully_shard(model[1], mesh=mesh)
     fully_shard(model, mesh=mesh)
     local = staged(model, manager)
-    unsharded(inner)
+    unsharded(model[1])
     with pytest.raises(ValueError, match=r"parameter '1.weight' is unsharded"):
         local.sync()
 
