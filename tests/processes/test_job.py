@@ -7,13 +7,13 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from children import free_port
 from docs_blocks import block, check_shown, commands
 from job import BOTH, SMALL, Run, options_of, results, run
 
@@ -225,12 +225,6 @@ def test_checkpoints_that_do_not_fit_are_refused(text: str, tmp_path: Path) -> N
         output = run(*common, "--steps", "40", *arguments, code=2)
         assert words in output.splitlines()[-1]
         assert "Traceback" not in output
-
-
-def free_port() -> int:
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
-        return probe.getsockname()[1]
 
 
 def shell(script: str) -> subprocess.Popen[str]:
