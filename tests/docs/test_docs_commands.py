@@ -6,12 +6,12 @@ import argparse
 import runpy
 import shlex
 import shutil
-import socket
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from children import free_port
 from docs_blocks import block, commands, shell
 from places import BENCHMARKS, ROOT
 
@@ -135,9 +135,7 @@ def test_tables_and_pictures(
 
 
 def test_lighthouse_of_a_titan_job() -> None:
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = block("titan.rst", "torchft_lighthouse").rstrip()
     script = f"{command} --bind '[::]:{port}' & lighthouse=$!\n"
     script += f"until (: < /dev/tcp/localhost/{port}) 2> /dev/null; do kill -0 $lighthouse; sleep 0.2; done\n"

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from children import free_port
 from docs_blocks import block, check_shown, commands
 from replica_threads import Replica, run_replicas
 from torch import nn
@@ -147,12 +147,6 @@ def test_a_whole_script(tmp_path: Path) -> None:
     assert commits(logs[0]) == 20
     # The second start healed: it did not begin at the first commit again.
     assert commits(logs[1]) < 25
-
-
-def free_port() -> int:
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
-        return probe.getsockname()[1]
 
 
 def test_memory_report(capsys: pytest.CaptureFixture[str]) -> None:

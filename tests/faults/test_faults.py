@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import fault_plans
 import pytest
 import torch
-from fault_plans import KINDS, BrokenInvariant, Plan, run_plan
+from fault_plans import KINDS, ON_HOST, BrokenInvariant, Plan, Way, run_plan
 from torch import nn
 
 from torchft._staging.buffers import StagingBuffers
@@ -47,7 +49,7 @@ def _carry_out(seeds: list[int]) -> list[dict[str, Any]]:
     for seed in seeds[len(outcomes) :][:1]:
         tail = process.stderr.strip()[-500:]
         error = f"the process ended with {process.returncode}: {tail}"
-        outcomes.append({"seed": seed, "kind": Plan.from_seed(seed).kind, "error": error})
+        outcomes.append({**asdict(Plan.from_seed(seed)), "error": error})
     return outcomes
 
 
@@ -64,13 +66,15 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
             outcomes += some
             with capsys.disabled():
                 print(f"\n{len(outcomes)} of {len(seeds)} fault plans", end="", flush=True)
-    counts = collections.Counter(outcome["kind"] for outcome in outcomes)
+    counts = collections.Counter(
+        (outcome["kind"], outcome["ways"][outcome["faulty"]] == ON_HOST) for outcome in outcomes
+    )
     with capsys.disabled():
-        print()
+        print("\n  the group that fails has      a window  host all-reduce")
         for kind in KINDS:
-            print(f"  {kind:22} {counts[kind]:4} {'#' * min(60, counts[kind])}")
+            print(f"  {kind:29} {counts[kind, False]:8} {counts[kind, True]:16}")
     failed = [
-        f"FAULT_SEED={outcome['seed']} pytest tests/test_faults.py -k test_plans  # {outcome['kind']}: "
+        f"FAULT_SEED={outcome['seed']} pytest tests/faults/test_faults.py -k test_plans  # {outcome['kind']}: "
         f"{outcome['error']}"
         for outcome in outcomes
         if outcome["error"]
@@ -79,14 +83,20 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(outcomes) == len(seeds)
 
 
-def test_forty_seeds_have_every_kind() -> None:
-    assert {Plan.from_seed(seed).kind for seed in range(40)} == set(KINDS)
+def test_forty_seeds_have_every_kind_in_both_ways() -> None:
+    plans = [Plan.from_seed(seed) for seed in range(40)]
+    seen = {(plan.kind, plan.ways[plan.faulty] == ON_HOST) for plan in plans}
+    assert seen == set(itertools.product(KINDS, (False, True)))
+    # Beside the group that fails, too, there are both, in all combinations.
+    assert {frozenset(way == ON_HOST for way in plan.ways) for plan in plans} == {
+        frozenset({False}),
+        frozenset({True}),
+        frozenset({False, True}),
+    }
 
 
-def _plan(kind: str, position: int = 2) -> Plan:
-    return Plan(
-        0, kind, groups=2, faulty=0, position=position, window_mb=(None, None), use_async_quorum=False
-    )
+def _plan(kind: str, way: Way = None, position: int = 2) -> Plan:
+    return Plan(0, kind, groups=2, faulty=0, position=position, ways=(way, None), use_async_quorum=False)
 
 
 class _WritesBeforeTheVote(LocalSGD):
@@ -127,26 +137,29 @@ class _KeepsTheBuffers(LocalSGD):
 
     def _take_memory(self) -> StagingBuffers:
         buffers = super()._take_memory()
-        self._kept = (list(buffers.host), buffers.slot(0))
+        self._kept = [*buffers.host, *buffers._windows.values()]
         return buffers
 
 
 @pytest.mark.parametrize(
-    ("broken", "kind"),
+    ("broken", "kind", "way"),
     [
-        (_WritesBeforeTheVote, "vote_false"),
-        (_WritesAfterARejection, "raises"),
-        (_ForgetsTheFailedVote, "vote_raises"),
-        (_KeepsTheBuffers, "vote_false"),
+        (_WritesBeforeTheVote, "vote_false", None),
+        (_WritesAfterARejection, "raises", None),
+        (_WritesAfterARejection, "fails_alone_in_wait", ON_HOST),
+        (_ForgetsTheFailedVote, "vote_raises", None),
+        (_KeepsTheBuffers, "vote_false", None),
+        (_KeepsTheBuffers, "vote_false", ON_HOST),
     ],
 )
-def test_plans_notice(broken: type[LocalSGD], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_notice(broken: type[LocalSGD], kind: str, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that breaks a promise fails a plan."""
     monkeypatch.setattr(fault_plans, "PATIENCE", 2.0)
     with pytest.raises(BrokenInvariant):
-        run_plan(_plan(kind), local_sgd=broken)
+        run_plan(_plan(kind, way), local_sgd=broken)
 
 
-def test_a_plan_whose_fault_does_not_fire_fails() -> None:
+@pytest.mark.parametrize("way", [None, ON_HOST])
+def test_a_plan_whose_fault_does_not_fire_fails(way: Way) -> None:
     with pytest.raises(BrokenInvariant, match="did not fire"):
-        run_plan(_plan("raises", position=99))
+        run_plan(_plan("raises", way, position=99))

@@ -7,13 +7,13 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from children import free_port
 from docs_blocks import block, check_shown, commands
 from job import BOTH, SMALL, Run, options_of, results, run
 
@@ -73,11 +73,17 @@ def test_two_ranks_per_group_shard_the_model_and_heal(text: str, tmp_path: Path)
 @pytest.mark.slow
 def test_with_and_without_staging_the_bits_are_the_same(text: str, tmp_path: Path) -> None:
     digests = []
-    for option in ("--offload-averaged-parameters-to-cpu", "--no-offload-averaged-parameters-to-cpu"):
+    for option, log in (
+        ("--offload-averaged-parameters-to-cpu", r"15 parameters reduced on the host"),
+        ("--no-allreduce-to-cpu", "15 parameters in 15 rounds"),
+        ("--window-mb=0", r"15 parameters in \d rounds"),
+        ("--no-offload-averaged-parameters-to-cpu", None),
+    ):
         file = tmp_path / f"{option}.json"
-        run(*SMALL, "--steps", "16", "--data", text, option, "--json", str(file))
+        output = run(*SMALL, "--steps", "16", "--data", text, option, "--json", str(file), "--verbose")
+        assert bool(re.search(log or "CPU staging is on", output)) == (log is not None)
         digests.append(results(file)["sha256"])
-    assert digests[0] == digests[1]
+    assert digests == digests[:1] * 4
 
 
 FIRST_ALONE = r"loss +\d\.\d+ +- +committed"
@@ -221,12 +227,6 @@ def test_checkpoints_that_do_not_fit_are_refused(text: str, tmp_path: Path) -> N
         assert "Traceback" not in output
 
 
-def free_port() -> int:
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
-        return probe.getsockname()[1]
-
-
 def shell(script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["bash", "-c", script],
@@ -267,6 +267,7 @@ def test_the_documented_commands_for_two_machines_work(text: str) -> None:
     for group, (process, output) in enumerate(zip(processes[1:], outputs, strict=True)):
         assert process.returncode == 0, output
         assert output.count("committed by 2 groups") == 6, output
+        assert "reduced on the host" in output
         digests += re.findall(rf"group {group} finished, .* parameters sha256 (\w+)", output)
     assert len(digests) == 2
     assert digests[0] == digests[1]

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -45,25 +46,88 @@ def test_every_rank_gets_the_environment_of_torchrun() -> None:
     assert [end.returncode for end in exits] == [0, 0, 0, 0]
 
 
-def test_ranks_share_the_store_of_their_group_and_reach_their_parent() -> None:
+def given_by_torchrun(folder: Path) -> set[str]:
+    """Names of the variables that torchrun, asked for a watchdog as well, adds for a worker of its own."""
+    script = folder / "script.py"
+    script.write_text("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))")
+    result = folder / "environment.json"
+    before = {**os.environ, "TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", str(script), str(result)],
+        env=before,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return {name for name, value in json.loads(result.read_text()).items() if before.get(name) != value}
+
+
+def test_what_only_one_process_can_have_is_not_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher may itself be started by torchrun, or where such variables are set for all programs."""
+    torchrun = given_by_torchrun(tmp_path)
+    # between torchrun and its workers
+    private = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_TIMER_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    assert {"RANK", "GROUP_RANK", "ROLE_RANK", *private} <= torchrun
+    # a setting, and torchrun's default for it
+    torchrun.remove("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    torchft = {"TORCHFT_MANAGER_PORT", "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"}
+    others = {"TORCH_WORKER_SERVER_SOCKET", "TORCHCOMM_RANK", "TORCHCOMM_SIZE"}
+    for name in torchrun | torchft | others:
+        monkeypatch.setenv(name, "inherited")
+    settings = {
+        **{"TORCHFT_TIMEOUT_SEC": "77", "TORCHFT_QUORUM_RETRIES": "3", "TORCH_DISTRIBUTED_DEBUG": "INFO"},
+        **{"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
+    }
+    files = ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+    for name, value in {**settings, **dict.fromkeys(files, "/tmp/rank_")}.items():
+        monkeypatch.setenv(name, value)
+    with ReplicaGroups(scripted("send(env=dict(os.environ))"), replicas=2) as groups:
+        groups.start_all()
+        events = list(groups.events(timeout=60))
+    environments = [event.fields["env"] for event in events if isinstance(event, Message)]
+    assert len(environments) == 2
+    for env in environments:
+        assert [name for name, value in env.items() if value == "inherited"] == []
+        assert torchrun - private <= env.keys()
+        assert settings.items() <= env.items()
+    for name in files:
+        assert len({env[name] for env in environments}) == 2
+
+
+def test_ranks_share_the_store_of_their_group_and_reach_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        # Only one of the two Managers could have it.
+        monkeypatch.setenv("TORCHFT_MANAGER_PORT", str(probe.getsockname()[1]))
     code = """
 import os
 import torch
 import torch.distributed as dist
 from torchft._launch import replicas
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
 dist.init_process_group("gloo")
+manager = Manager(
+    pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=2,
+    use_async_quorum=False, init_sync=False,
+)
+manager.start_quorum()
 total = torch.tensor([10.0 * int(os.environ["REPLICA_GROUP_ID"]) + dist.get_rank()])
 dist.all_reduce(total)
 replicas.send(attached=replicas.attached(), total=total.item())
+manager.shutdown(wait=False)
 dist.destroy_process_group()
 """
     with ReplicaGroups(["-c", code], replicas=2, ranks=2) as groups:
         groups.start_all()
-        events = list(groups.events(timeout=120))
-    for event in events:
-        if isinstance(event, Exit):
-            event.check()
-    totals = {(event.group, event.rank): event.fields for event in events if isinstance(event, Message)}
+        totals = {}
+        for event in groups.events(timeout=120):
+            if isinstance(event, Exit):
+                event.check()
+            else:
+                totals[event.group, event.rank] = event.fields
     expected = {0: {"attached": True, "total": 1.0}, 1: {"attached": True, "total": 21.0}}
     assert totals == {(group, rank): expected[group] for group in (0, 1) for rank in (0, 1)}
 

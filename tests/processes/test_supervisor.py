@@ -18,8 +18,8 @@ from torchft.examples.local_sgd.supervisor import GroupLost, Supervisor
     [
         # group 0 finishes; group 1 reaches step 1, is killed, and finds nobody after its restart
         (
-            "last = dict(kind='synchronized', quorum=0, step=1, commits=1, loss=1.0, committed=True,"
-            " healed=False, participants=1, milliseconds=1.0)\n"
+            "last = dict(kind='synchronized', step=1, attempt=0, commits=1, loss=1.0, committed=True,"
+            " reason=None, healed=False, participants=1, milliseconds=1.0)\n"
             "if os.environ['REPLICA_GROUP_ID'] == '0': send(**last)\n"
             "else: time.sleep(0.5); send(kind='step', step=1); time.sleep(60)",
             "group 1 cannot rejoin: the others have finished",
@@ -41,9 +41,9 @@ def test_a_group_that_cannot_rejoin_is_reported(code: str, words: str) -> None:
 
 
 SYNC = """
-def sync(committed, step, quorum=0, healed=False, participants=2):
-    send(kind='synchronized', quorum=quorum, step=step, commits=step - (not committed), loss=1.0,
-         committed=committed, healed=healed, participants=participants, milliseconds=1.0)
+def sync(committed, step, attempt=0, healed=False, participants=2):
+    send(kind='synchronized', step=step, attempt=attempt, commits=step - (not committed), loss=1.0,
+         committed=committed, reason=None, healed=healed, participants=participants, milliseconds=1.0)
 """
 FINISH = "\nsend(kind='finished', digest='x', validation_loss=1.0)\n"
 
@@ -82,52 +82,66 @@ DIE = "open(os.environ['KILLED'], 'w').close(); os.kill(os.getpid(), 9)\n"
         # The death is heard of after the peer's rejection, and the group is back before its peer commits.
         (
             "sync(False, 1)\nwhile not back(): time.sleep(0.01)\ntime.sleep(2); sync(True, 1, 1)",
-            "if back(): sync(True, 1, 1, healed=True); time.sleep(2)\nelse: time.sleep(1); " + DIE,
+            "if back(): sync(True, 1, healed=True); time.sleep(2)\nelse: time.sleep(1); " + DIE,
         ),
         # The rejection is heard of when the group is back and has committed.
         (
             "while not back(): time.sleep(0.01)\ntime.sleep(2); sync(False, 1); sync(True, 1, 1)",
-            "if back(): sync(True, 1, 1, healed=True); time.sleep(3)\nelse: " + DIE,
+            "if back(): sync(True, 1, healed=True); time.sleep(3)\nelse: " + DIE,
         ),
     ],
 )
 def test_a_rejection_is_no_part_of_the_next_synchronization(
     survivor: str, other: str, tmp_path: Path
 ) -> None:
+    expected = [(1, False), (1, True), (2, True)]
+    assert outcomes(f"{survivor}; sync(True, 2)", f"{other}\nsync(True, 2)", tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("survivor", "other", "commits"),
+    [
+        # Group 1 reports a commit, dies and is back before its peer's report of that commit arrives.
+        (
+            "while not back(): time.sleep(0.01)\ntime.sleep(2); sync(True, 1); sync(True, 2)",
+            "if back(): time.sleep(4); sync(True, 2, healed=True)\nelse: sync(True, 1); time.sleep(0.5); "
+            + DIE,
+            2,
+        ),
+        # It dies before it reports a commit.
+        (
+            "sync(True, 1)\nwhile not back(): time.sleep(0.01)\ntime.sleep(2); sync(True, 2)",
+            "if back(): time.sleep(2); sync(True, 2, healed=True)\nelse: time.sleep(1); " + DIE,
+            2,
+        ),
+        # It is stopped before it reports a commit, and its peer goes on without it.
+        (
+            "sync(True, 1); sync(True, 2, participants=1); time.sleep(2); sync(True, 3)",
+            "time.sleep(1); sync(True, 1); time.sleep(1); sync(True, 3, healed=True)",
+            3,
+        ),
+    ],
+)
+def test_a_commit_whose_report_is_late_counts_once(
+    survivor: str, other: str, commits: int, tmp_path: Path
+) -> None:
+    assert outcomes(survivor, other, tmp_path) == [(commit + 1, True) for commit in range(commits)]
+
+
+def outcomes(first: str, second: str, folder: Path) -> list[tuple[int, bool]]:
+    """Steps and votes that the supervisor heard of, from a group that lives and one that may die once."""
     code = SYNC + "def back(): return os.path.exists(os.environ['KILLED'])\n"
-    code += "if os.environ['REPLICA_GROUP_ID'] == '0':\n" + textwrap.indent(survivor, "    ")
-    code += "\nelse:\n" + textwrap.indent(other, "    ") + "\nsync(True, 2, 1)" + FINISH
-    with ReplicaGroups(scripted(code), replicas=2, env={"KILLED": str(tmp_path / "killed")}) as groups:
-        results = Supervisor(groups, replicas=2, ranks=1, steps=2, commits=2, kills=[]).run()
-    assert [(entry["step"], entry["committed"]) for entry in results.history] == [
-        (1, False),
-        (1, True),
-        (2, True),
-    ]
-
-
-def test_a_commit_whose_report_is_late_counts_once(tmp_path: Path) -> None:
-    """Group 1 reports a commit, dies and is back before its peer's report of that commit arrives."""
-    code = (
-        SYNC
-        + (
-            "if os.environ['REPLICA_GROUP_ID'] == '0':\n"
-            "    while not os.path.exists(os.environ['KILLED']): time.sleep(0.01)\n"
-            "    time.sleep(2); sync(True, 1, 1); sync(True, 2, 2)\n"
-            "elif os.path.exists(os.environ['KILLED']): time.sleep(4); sync(True, 2, 2, healed=True)\n"
-            "else: sync(True, 1, 1); time.sleep(0.5); " + DIE
-        )
-        + FINISH
-    )
-    with ReplicaGroups(scripted(code), replicas=2, env={"KILLED": str(tmp_path / "killed")}) as groups:
-        results = Supervisor(groups, replicas=2, ranks=1, steps=2, commits=2, kills=[]).run()
-    assert [(entry["step"], entry["committed"]) for entry in results.history] == [(1, True), (2, True)]
+    code += "if os.environ['REPLICA_GROUP_ID'] == '0':\n" + textwrap.indent(first, "    ")
+    code += "\nelse:\n" + textwrap.indent(second, "    ") + FINISH
+    with ReplicaGroups(scripted(code), replicas=2, env={"KILLED": str(folder / "killed")}) as groups:
+        results = Supervisor(groups, replicas=2, ranks=1, steps=3, commits=3, kills=[]).run()
+    return [(entry["step"], entry["committed"]) for entry in results.history]
 
 
 def test_groups_that_differ_are_found_out() -> None:
     code = (
         "group = int(os.environ['REPLICA_GROUP_ID'])\n"
-        "send(kind='begin', step=0, commits=0, total_bytes=8, largest_bytes=4, validation_loss=5.0)\n"
+        "send(kind='begin', step=0, total_bytes=8, largest_bytes=4, validation_loss=5.0)\n"
         "send(kind='finished', digest=str(group), validation_loss=2.0)\n"
     )
     with ReplicaGroups(scripted(code), replicas=2) as groups:

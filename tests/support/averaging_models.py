@@ -30,11 +30,14 @@ def equal_parameters(
     return Parameters(random_tensor(seed * 1000 + i, size).to(device) for i in range(count))
 
 
-def odd_parameters(seed: int) -> Parameters:
-    """Returns parameters of every kind of layout, shape and dtype that is averaged, one frozen, one tied."""
+def odd_parameters(seed: int, device: torch.device | str = "cpu") -> Parameters:
+    """Returns parameters of every kind of layout, shape and dtype that is averaged, one frozen, one tied.
+
+    The largest has 480 bytes, the largest of the two that are not dense in memory 384.
+    """
 
     def tensor(number: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return random_tensor(seed * 1000 + number, *shape, dtype=dtype)
+        return random_tensor(seed * 1000 + number, *shape, dtype=dtype).to(device)
 
     model = Parameters(
         [
@@ -43,9 +46,9 @@ def odd_parameters(seed: int) -> Parameters:
             tensor(2, 2, 3, 4, 5).to(memory_format=torch.channels_last),
             tensor(3, 6, 8)[:, ::2],
             tensor(4, 4, 6, 8).permute(2, 0, 1)[::2],
-            torch.tensor(float(seed) + 0.1),
-            torch.empty(0),
-            torch.empty(3, 0, 2),
+            torch.tensor(float(seed) + 0.1).to(device),
+            torch.empty(0).to(device),
+            torch.empty(3, 0, 2).to(device),
             tensor(5, 17, dtype=torch.bfloat16),
             tensor(6, 7, dtype=torch.float16),
             tensor(7, 5, 2, dtype=torch.float64).t(),

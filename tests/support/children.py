@@ -1,6 +1,8 @@
-"""Processes that tests start and watch."""
+"""Processes that tests start and watch, and ports for them."""
 
 from __future__ import annotations
+
+import socket
 
 import psutil
 
@@ -15,6 +17,13 @@ def send(**fields):
 def scripted(code: str) -> list[str]:
     """A program for ReplicaGroups that may call ``send`` and has the usual modules imported."""
     return ["-c", _SEND + code]
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens."""
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        return probe.getsockname()[1]
 
 
 def gone(processes: list[psutil.Process], seconds: float = 20.0) -> bool:

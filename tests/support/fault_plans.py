@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import simulated_accelerator as sim
 import torch
@@ -34,7 +34,16 @@ from torchft._staging.buffers import StagingBuffers
 from torchft.local_sgd import LocalSGD
 
 # Faults of the process group
-IN_COLLECTIVE = ("raises", "scribbles", "fails_in_wait", "fails_alone", "never", "late", "too_late")
+IN_COLLECTIVE = (
+    "raises",
+    "scribbles",
+    "fails_in_wait",
+    "fails_alone",
+    "fails_alone_in_wait",
+    "never",
+    "late",
+    "too_late",
+)
 # Faults of this process and of its group
 ELSEWHERE = (
     "no_memory",
@@ -50,7 +59,14 @@ KINDS = (*IN_COLLECTIVE, *ELSEWHERE)
 # After these the object refuses to go on, and the group starts again.
 LOSES_GROUP = ("interrupt", "interrupt_write_back", "vote_raises", "leaves")
 
+# How a group stages: ``offload_window_mb``, or a host all-reduce.
+WINDOWS = (None, 0, 0.0005, 1)
+ON_HOST = "host all-reduce"
+Way = Union[float, str, None]
+
 SHAPES = ((3, 4), (5,), (), (2, 3, 4, 5), (64,), (7, 2))
+# Not dense in memory, so that a host all-reduce has a window, too.
+STRIDED = (5,)
 # While a fault is about; the process group's and the Manager's. Elsewhere the machine may be slow.
 SHORT = timedelta(seconds=2)
 LONG = timedelta(seconds=30)
@@ -86,7 +102,7 @@ class Plan:
         groups: number of replica groups.
         faulty: the group in which it happens.
         position: the parameter, or all-reduce, at which it happens.
-        window_mb: ``offload_window_mb`` of each group; they need not agree.
+        ways: how each group stages; they need not agree.
         use_async_quorum: the Managers' setting.
     """
 
@@ -95,7 +111,7 @@ class Plan:
     groups: int
     faulty: int
     position: int
-    window_mb: tuple[Optional[float], ...]
+    ways: tuple[Way, ...]
     use_async_quorum: bool
 
     @classmethod
@@ -103,16 +119,25 @@ class Plan:
         rng = random.Random(seed)
         groups = rng.choice((2, 3))
         last = len(SHAPES) - 1
+        faulty = rng.randrange(groups)
+        ways: list[Way] = [rng.choice((ON_HOST, rng.choice(WINDOWS))) for _ in range(groups)]
+        # Consecutive seeds have all kinds, in one way of the group that fails and then in the other.
+        repetition, kind = divmod(seed, len(KINDS))
+        ways[faulty] = ON_HOST if repetition % 2 else rng.choice(WINDOWS)
         return cls(
             seed=seed,
-            # Consecutive seeds have all kinds.
-            kind=KINDS[seed % len(KINDS)],
+            kind=KINDS[kind],
             groups=groups,
-            faulty=rng.randrange(groups),
+            faulty=faulty,
             position=rng.choice((0, rng.randint(1, last - 1), last)),
-            window_mb=tuple(rng.choice((None, 0, 0.0005, 1)) for _ in range(groups)),
+            ways=tuple(ways),
             use_async_quorum=rng.random() < 0.25,
         )
+
+    def options(self, group: int) -> dict[str, Any]:
+        """Returns the arguments of LocalSGD for a group."""
+        way = self.ways[group]
+        return {"offload_allreduce_to_cpu": True} if way == ON_HOST else {"offload_window_mb": way}
 
 
 class Model(nn.Module):
@@ -122,19 +147,25 @@ class Model(nn.Module):
         super().__init__()
         self.parameters_on_device = nn.ParameterList()
         for shape in SHAPES:
-            value = torch.zeros(shape)
+            value = torch.zeros(shape, device=sim.device(index))
             if len(shape) == 4:
                 value = value.to(memory_format=torch.channels_last)
             elif len(shape) == 2:
-                value = torch.zeros(shape[::-1]).t()
-            self.parameters_on_device.append(nn.Parameter(value.to(sim.device(index))))
+                value = torch.zeros(shape[::-1], device=value.device).t()
+            elif shape == STRIDED:
+                value = torch.zeros((*shape, 2), device=value.device)[..., 1]
+            self.parameters_on_device.append(nn.Parameter(value))
         self.loaded: Optional[list[torch.Tensor]] = None
 
     def values(self) -> list[torch.Tensor]:
         return [parameter.detach().cpu() for parameter in self.parameters()]
 
     def nbytes(self) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
+        """Returns the bytes on the device."""
+        return sum(
+            (2 if tuple(parameter.shape) == STRIDED else 1) * parameter.nbytes
+            for parameter in self.parameters()
+        )
 
     @torch.no_grad()
     def write(self, values: Sequence[torch.Tensor]) -> None:
@@ -155,15 +186,24 @@ class Model(nn.Module):
 
 
 class _FaultyWork(_Work):
-    """A collective that fails in ``wait``, as those of Gloo do: after ``seconds``."""
+    """A collective that fails in ``wait``, as those of Gloo do: after ``seconds``.
 
-    def __init__(self, failure: Exception, seconds: float = 0) -> None:
+    Attributes:
+        really: carries it out nevertheless, before the failure; None: nothing of it happens.
+    """
+
+    def __init__(
+        self, failure: Exception, seconds: float = 0, really: Optional[Callable[[], object]] = None
+    ) -> None:
         super().__init__()
         self._failure = failure
         self._seconds = seconds
+        self.really = really
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         time.sleep(self._seconds)
+        if self.really is not None:
+            self.really()
         raise self._failure
 
 
@@ -198,7 +238,7 @@ class FaultyProcessGroup(sim.SimulatedProcessGroupGloo):
             raise RuntimeError("injected: an earlier collective broke the connection")
         if self.fault is not None and call == self.position:
             work = self.fault(tensors[0], lambda: super(FaultyProcessGroup, self).allreduce(tensors, opts))
-            self._broken = isinstance(work, _FaultyWork)
+            self._broken = isinstance(work, _FaultyWork) and work.really is None
             return work
         return super().allreduce(tensors, opts)
 
@@ -337,7 +377,7 @@ class Group:
         self.model = Model(self.index)
         replica.model = self.model
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        options = {"offload_window_mb": self.plan.window_mb[self.index]} if self.path_is_staged else {}
+        options = self.plan.options(self.index) if self.path_is_staged else {}
         self.local_sgd = self._class(self.manager, self.model, optimizer, 1, self.path_is_staged, **options)
         self.local_sgd.group = self  # type: ignore[attr-defined]
         self._allreduce, self._vote = self.manager.allreduce, self.manager.should_commit
@@ -386,6 +426,15 @@ class Group:
                 timer.start()
                 self._timers.append(timer)
             return _FaultyWork(failure, SHORT.total_seconds())
+        if kind == "fails_alone_in_wait":
+            work = real()
+
+            def finish_and_scribble() -> None:
+                # The peers go on, and so does this group until it waits.
+                work.wait()
+                tensor.fill_(666.0)
+
+            return _FaultyWork(failure, really=finish_and_scribble)
         if kind == "fails_alone":
             # The peers have their average and may commit it.
             real().wait()

@@ -14,9 +14,17 @@ from torchft.work import _DummyWork
 class LocalManager:
     """Stands for a Manager of a quorum of one where no collective is needed."""
 
-    def __init__(self, commit: bool = True, use_async_quorum: bool = False, init_sync: bool = False) -> None:
+    def __init__(
+        self,
+        commit: bool = True,
+        use_async_quorum: bool = False,
+        init_sync: bool = False,
+        process_group: object = None,
+    ) -> None:
         self._use_async_quorum = use_async_quorum
         self._init_sync = init_sync
+        # As the real Manager has it; it is asked for its name only.
+        self._pg = process_group
         self.commit = commit
         self.quorums = 0
 
@@ -47,4 +55,5 @@ def staged(
         # A model without parameters has no optimizer of its own.
         optimizer = torch.optim.SGD([*model.parameters()] or [torch.zeros(1)], lr=0.1)
     options = {"offload_averaged_parameters_to_cpu": True, **options}
-    return LocalSGD(manager or LocalManager(), model, optimizer, sync_every, **options)
+    stand_in: Any = manager or LocalManager()
+    return LocalSGD(stand_in, model, optimizer, sync_every, **options)

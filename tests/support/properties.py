@@ -1,6 +1,7 @@
 """What CPU staging promises, as checks that take the class: each raises AssertionError when it is broken.
 
-The tests run them on the real class, and on variants broken on purpose to see that they notice.
+The tests run them on the real class, in both ways of staging, and on variants broken on purpose to see that
+they notice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import simulated_accelerator as sim
 import torch
-from averaging_models import Parameters, bits, equal_parameters, random_tensor
+from averaging_models import Parameters, bits, equal_parameters, odd_parameters, random_tensor
 from replica_threads import Replica, run_replicas
 from torch import nn
 
@@ -22,6 +23,11 @@ from torchft.local_sgd import LocalSGD
 from torchft.process_group import ProcessGroupGloo
 
 MakeLocalSGD = Callable[..., LocalSGD]
+
+# Arguments of the two ways of staging.
+WINDOW: dict[str, Any] = {}
+HOST: dict[str, Any] = {"offload_allreduce_to_cpu": True}
+WAYS = [pytest.param(WINDOW, id="window"), pytest.param(HOST, id="host all-reduce")]
 
 
 def make(cls: MakeLocalSGD, replica: Replica, model: nn.Module, offload: bool, **options: Any) -> LocalSGD:
@@ -41,13 +47,35 @@ def synchronize_until_commit(replica: Replica, local_sgd: LocalSGD, tries: int =
     raise AssertionError(f"no commit in {tries} synchronizations")
 
 
+def equal_on_device(index: int) -> Parameters:
+    """Returns 24 parameters of 4000 bytes each on the device of group ``index``."""
+    return equal_parameters(index, 24, sim.device(index))
+
+
+def odd_on_device(index: int) -> Parameters:
+    """Returns parameters of all kinds on the device of group ``index``."""
+    return odd_parameters(index, sim.device(index))
+
+
 def extra_device_memory(
-    cls: MakeLocalSGD, offload: bool, count: int = 24, synchronizations: int = 20, **options: Any
+    cls: MakeLocalSGD,
+    offload: bool,
+    model_of: Callable[[int], nn.Module] = equal_on_device,
+    synchronizations: int = 20,
+    **options: Any,
 ) -> list[set[int]]:
-    """Returns, per group, the peaks of extra device bytes of all synchronizations that were seen."""
+    """Returns, per group, the peaks of extra device bytes of all synchronizations that were seen.
+
+    Args:
+        cls: LocalSGD.
+        offload: whether it stages.
+        model_of: makes the model of a group from its number, on its own device.
+        synchronizations: how many, all of which have to be committed.
+        options: further arguments of LocalSGD.
+    """
 
     def body(replica: Replica) -> set[int]:
-        model = equal_parameters(replica.index, count, sim.device(replica.index))
+        model = model_of(replica.index)
         local_sgd = make(cls, replica, model, offload, **options)
         memory = sim.memory(replica.index)
         peaks = set()
@@ -65,18 +93,34 @@ def extra_device_memory(
     return run_replicas(2, body, sim.SimulatedProcessGroupGloo)
 
 
-def check_device_memory(cls: MakeLocalSGD) -> None:
-    """The extra device memory is exactly M, every time, where the parameters are equally large."""
-    for peaks in extra_device_memory(cls, True):
-        assert peaks == {4000}, f"M is 4000 bytes, the peaks were {sorted(peaks)}"
+def check_device_memory(cls: MakeLocalSGD, **options: Any) -> None:
+    """The extra device memory is exactly M, and nothing with a host all-reduce, every time."""
+    expected = 0 if options == HOST else 4000
+    for peaks in extra_device_memory(cls, True, **options):
+        assert peaks == {expected}, f"{expected} bytes are right, the peaks were {sorted(peaks)}"
 
 
-def check_rejection_keeps_parameters(cls: MakeLocalSGD) -> None:
+def check_copies(cls: MakeLocalSGD, **options: Any) -> None:
+    """No copy between host and device needs a temporary, whatever the layouts, so that none is on the device.
+
+    With a host all-reduce what is not dense in memory, and that alone, goes through a window of the largest.
+    """
+    expected = 384 if options == HOST else 480
+    with sim.recorded_copies() as copies:
+        seen = extra_device_memory(cls, True, odd_on_device, **options)
+    for peaks in seen:
+        assert peaks == {expected}, f"{expected} bytes are right, the peaks were {sorted(peaks)}"
+    # 2 groups, 20 synchronizations, to the host and back, 13 parameters.
+    assert len(copies) >= 2 * 20 * 2 * 13, len(copies)
+    assert [copy for copy in copies if not copy.straight] == []
+
+
+def check_rejection_keeps_parameters(cls: MakeLocalSGD, **options: Any) -> None:
     """A synchronization that is voted down leaves every bit of the parameters."""
 
     def body(replica: Replica) -> None:
         model = equal_parameters(replica.index, count=4)
-        local_sgd = make(cls, replica, model, True)
+        local_sgd = make(cls, replica, model, True, **options)
         before = bits(model)
         vote = replica.manager.should_commit
 
@@ -92,7 +136,7 @@ def check_rejection_keeps_parameters(cls: MakeLocalSGD) -> None:
     run_replicas(2, body)
 
 
-def check_mixes_with_release(cls: MakeLocalSGD) -> None:
+def check_mixes_with_release(cls: MakeLocalSGD, **options: Any) -> None:
     """A staged group beside an unstaged one gets the right average of transposed and strided parameters."""
 
     def tensors(seed: int) -> list[torch.Tensor]:
@@ -100,14 +144,15 @@ def check_mixes_with_release(cls: MakeLocalSGD) -> None:
 
     def body(replica: Replica) -> None:
         model = Parameters(tensors(replica.index))
-        synchronize_until_commit(replica, make(cls, replica, model, offload=replica.index == 0))
+        staged = replica.index == 0
+        synchronize_until_commit(replica, make(cls, replica, model, staged, **options if staged else {}))
         for parameter, a, b in zip(model.parameters(), tensors(0), tensors(1), strict=True):
             assert torch.equal(parameter, (a + b) / 2), "not the average of the two groups"
 
     run_replicas(2, body)
 
 
-def check_votes_after_exception(cls: MakeLocalSGD) -> None:
+def check_votes_after_exception(cls: MakeLocalSGD, **options: Any) -> None:
     """After exceptions in the middle of a synchronization the next one pairs the right collectives."""
     count = 6
 
@@ -116,7 +161,7 @@ def check_votes_after_exception(cls: MakeLocalSGD) -> None:
 
     def body(replica: Replica) -> None:
         model = Parameters(start(replica.index))
-        local_sgd = make(cls, replica, model, True)
+        local_sgd = make(cls, replica, model, True, **options)
         manager = replica.manager
         allreduce = manager.allreduce
         calls = 0
@@ -155,6 +200,7 @@ def check_votes_after_exception(cls: MakeLocalSGD) -> None:
 
 PROPERTIES = [
     check_device_memory,
+    check_copies,
     check_rejection_keeps_parameters,
     check_mixes_with_release,
     check_votes_after_exception,

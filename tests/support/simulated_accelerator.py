@@ -8,6 +8,8 @@ Its operators are synchronous, but for one: the division with which the Manager 
 until the device is synchronized or the group votes, as on an accelerator whose streams TorchFT does not know.
 Under :func:`like_cuda` it stays pending only where the device was not the current one, as on CUDA.
 
+Copies between host and device take the temporaries that PyTorch's take, and can be recorded.
+
 Use one device index per replica group to count each group's bytes on its own. Autograd runs on index 0 only.
 """
 
@@ -144,6 +146,59 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         _DIVISIONS.like_cuda = False
 
 
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy between the host and a device, in either direction.
+
+    Attributes:
+        shape: sizes of what is copied, in elements.
+        on_device: strides on the device, in elements.
+        on_host: strides on the host, in elements.
+    """
+
+    shape: tuple[int, ...]
+    on_device: tuple[int, ...]
+    on_host: tuple[int, ...]
+
+    @property
+    def straight(self) -> bool:
+        """Whether it is one block of memory in the same order on both sides, which needs no temporary."""
+        on_device, on_host = (
+            [(stride, size) for stride, size in zip(strides, self.shape, strict=True) if size > 1]
+            for strides in (self.on_device, self.on_host)
+        )
+        block = 1
+        for stride, size in sorted(on_device):
+            if stride != block:
+                return 0 in self.shape
+            block *= size
+        return on_device == on_host
+
+
+_RECORDS: list[list[HostCopy]] = []
+
+
+@contextmanager
+def recorded_copies() -> Iterator[list[HostCopy]]:
+    """Records all copies between the host and any device."""
+    record: list[HostCopy] = []
+    _RECORDS.append(record)
+    try:
+        yield record
+    finally:
+        _RECORDS.remove(record)
+
+
+def _copied(on_device: torch.Tensor, on_host: torch.Tensor, index: int) -> Optional[SimulatedTensor]:
+    """Records a copy; returns the temporary that PyTorch takes for it on the device, if it takes one."""
+    copy = HostCopy(tuple(on_device.shape), on_device.stride(), on_host.stride())
+    for record in _RECORDS:
+        record.append(copy)
+    if copy.straight or on_device.is_contiguous():
+        return None
+    return _on_device(torch.empty(copy.shape, dtype=on_device.dtype), index)
+
+
 def _synchronize(where: Any = None, /) -> None:
     index = _CURRENT.index if where is None else torch.device(where).index
     _DIVISIONS.finish(index)
@@ -234,16 +289,25 @@ class SimulatedTensor(torch.Tensor):
             args[0], lambda: func(*cpu_args, **cpu_kwargs)
         ):
             return args[0]
+        temporary = None
+        if func is torch.ops.aten.copy_.default and len(inputs) == 1:
+            target, source = cpu_args[0], cpu_args[1].expand_as(cpu_args[0])
+            to_device = isinstance(args[0], SimulatedTensor)
+            temporary = _copied(*((target, source) if to_device else (source, target)), index)
         before = {x.data_on_device.untyped_storage().data_ptr() for x in inputs}
         before.discard(0)
         out = func(*cpu_args, **cpu_kwargs)
+        del temporary
 
         def wrap(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
             if to_host:
                 # Leaving the device is a copy, never the same memory.
-                return x.clone() if x.untyped_storage().data_ptr() in before else x
+                copy = x.clone() if x.untyped_storage().data_ptr() in before else x
+                if func is torch.ops.aten._to_copy.default:
+                    _copied(cpu_args[0], copy, index)
+                return copy
             if x.untyped_storage().data_ptr() in before:
                 return SimulatedTensor(x, index)
             return _on_device(x, index)

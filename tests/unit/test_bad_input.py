@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
+import simulated_accelerator as sim
 import torch
-import torch.distributed as dist
 from averaging_models import Parameters
 from local_manager import LocalManager, staged
+from properties import HOST, WAYS
 from replica_threads import Replica, run_replicas
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
+from torchft import process_group
+from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroupDummy,
+    ProcessGroupNCCL,
+    ProcessGroupWrapper,
+)
 
 
 class Silent:
@@ -86,6 +95,95 @@ def test_option_that_is_no_bool() -> None:
         staged(Parameters([torch.zeros(2)]), Silent(), offload_averaged_parameters_to_cpu="false")
 
 
+@pytest.mark.parametrize("switch", ["true", 1, None, [True]])
+def test_host_allreduce_that_is_no_bool(switch: Any) -> None:
+    match = rf"offload_allreduce_to_cpu must be True or False, got {re.escape(repr(switch))}"
+    with pytest.raises(ValueError, match=match):
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_allreduce_to_cpu=switch)
+
+
+def test_host_allreduce_without_the_option() -> None:
+    with pytest.raises(ValueError, match="allreduce_to_cpu=True needs offload_averaged_parameters_to_cpu"):
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_averaged_parameters_to_cpu=False, **HOST)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_host_allreduce_with_a_window(window: float) -> None:
+    match = f"has no window, and offload_window_mb is {window}: pass one of them"
+    with pytest.raises(ValueError, match=match):
+        staged(Parameters([torch.zeros(2)]), Silent(), offload_window_mb=window, **HOST)
+
+
+class Named:
+    """A process group of a backend that is not built in here."""
+
+    def __init__(self, name: Any) -> None:
+        self.getBackendName = lambda: name
+
+
+@pytest.fixture
+def third_party_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two backends as packages outside PyTorch register theirs: for an NPU, and for an NPU and the CPU."""
+    backend = dist.Backend
+    for registry in ("backend_capability", "backend_type_map", "default_device_backend_map", "_plugins"):
+        monkeypatch.setattr(backend, registry, dict(getattr(backend, registry)))
+    monkeypatch.setattr(backend, "backend_list", [*backend.backend_list])
+    for name, devices in (("npuccl", ["npu"]), ("npugloo", ["npu", "cpu"])):
+        monkeypatch.setattr(backend, name.upper(), name, raising=False)
+        backend.register_backend(name, lambda *_: None, devices=devices)
+
+
+def process_group_of(kind: str) -> Any:
+    made = {
+        "Wrapper of NCCL": lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupNCCL()),
+        "Dummy": lambda: ProcessGroupDummy(0, 1),
+        # Says nothing of itself.
+        "Unnamed": lambda: ProcessGroupWrapper(),
+    }
+    if kind in made:
+        return made[kind]()
+    return getattr(process_group, f"ProcessGroup{kind}", lambda: Named(kind))()
+
+
+@pytest.mark.usefixtures("third_party_backends")
+@pytest.mark.filterwarnings("ignore:TORCH_.*_NONBLOCKING_TIMEOUT is not set")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NCCL", "torchft-nccl"),
+        ("BabyNCCL", "torchft-baby-nccl"),
+        ("XCCL", "torchft-xccl"),
+        ("BabyXCCL", "torchft-baby-xccl"),
+        ("Wrapper of NCCL", "torchft-nccl"),
+        ("npuccl", "npuccl"),
+        ("torchft-npuccl", "torchft-npuccl"),
+    ],
+)
+def test_process_group_that_cannot_reduce_on_the_host(kind: str, name: str) -> None:
+    manager = LocalManager(process_group=process_group_of(kind))
+    # Whatever the device: the copies are on the host.
+    model = Parameters([torch.zeros(2, device=sim.device())])
+    match = f"reduces CPU tensors, and the Manager's is '{name}': pass the Manager a ProcessGroupGloo, or"
+    with pytest.raises(ValueError, match=match):
+        staged(model, manager, **HOST)
+    staged(model, manager, offload_window_mb=0)
+    # Without it the same holds for parameters that are on the host themselves.
+    with pytest.raises(ValueError, match=f"'p0' is on the CPU, .* group, '{name}', can't reduce CPU tensors"):
+        staged(Parameters([torch.zeros(2)]), manager)
+
+
+@pytest.mark.usefixtures("third_party_backends")
+@pytest.mark.parametrize("kind", ["Gloo", "BabyGloo", "Dummy", "Unnamed", "npugloo", "never heard of"])
+@pytest.mark.parametrize("options", WAYS)
+def test_process_group_that_may_reduce_on_the_host(kind: str, options: dict[str, Any]) -> None:
+    staged(Parameters([torch.zeros(2)]), LocalManager(process_group=process_group_of(kind)), **options)
+
+
+@pytest.mark.parametrize("double", [Silent(), LocalManager(), create_autospec(Manager)])
+def test_double_of_a_manager_passes(double: Any) -> None:
+    staged(Parameters([torch.zeros(2)]), double, **HOST)
+
+
 class _StepOnly:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -102,24 +200,6 @@ def test_optimizer_without_step_hooks(wrapper: str) -> None:
     wrapped = _StepOnly(optimizer) if wrapper == "step only" else OptimizerWrapper(manager, optimizer)
     with pytest.raises(ValueError, match=r"optimizer of type .* has no step hooks .*pass a torch\.optim"):
         staged(model, manager, optimizer=wrapped)
-
-
-def test_unsharded_fsdp2_parameters() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
-        manager = LocalManager()
-        local_sgd = staged(model, manager)
-        model(torch.ones(1, 4))
-        with pytest.raises(ValueError, match=r"'weight' is unsharded at this moment.*reshard"):
-            local_sgd.sync()
-        assert manager.quorums == 0
-        # The same object takes it once it is sharded.
-        model.reshard()
-        local_sgd.sync()
-        assert manager.quorums == 1
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("use_async_quorum", "init_sync"), [(True, True), (True, False), (False, True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,14 +14,17 @@ import simulated_accelerator as sim
 import torch
 from averaging_models import bits, equal_parameters
 from local_manager import LocalManager, staged
-from properties import make
+from properties import WAYS, make
 from replica_threads import Replica, run_replicas
 
 from torchft import local_sgd
+from torchft._staging.buffers import StagingBuffers
 from torchft._staging.frames import drop_locals
 from torchft.local_sgd import LocalSGD
 from torchft.manager import ExceptionWithTraceback
 from torchft.process_group import ProcessGroupGloo
+
+both_ways = pytest.mark.parametrize("options", WAYS)
 
 
 class Interrupting(LocalManager):
@@ -32,11 +36,12 @@ class Interrupting(LocalManager):
         self.in_vote = in_vote
         self.calls = 0
         self.votes = 0
-        self.windows: list[weakref.ref[torch.Tensor]] = []
+        # Windows, and host tensors of a host all-reduce.
+        self.reduced: list[weakref.ref[torch.Tensor]] = []
 
     def allreduce(self, tensor: torch.Tensor) -> Any:
         self.calls += 1
-        self.windows.append(weakref.ref(tensor._base))  # type: ignore[arg-type]
+        self.reduced.append(weakref.ref(tensor if tensor._base is None else tensor._base))
         if self.calls == 2 and not self.in_vote:
             raise self.error
         return super().allreduce(tensor)
@@ -48,11 +53,12 @@ class Interrupting(LocalManager):
         return super().should_commit()
 
 
-def test_exception_before_the_vote_votes_no_and_passes() -> None:
+@both_ways
+def test_exception_before_the_vote_votes_no_and_passes(options: dict[str, Any]) -> None:
     model = equal_parameters(1, count=3)
     before = bits(model)
     manager = Interrupting(MemoryError("injected"))
-    local = staged(model, manager)
+    local = staged(model, manager, **options)
     with pytest.raises(MemoryError, match="injected"):
         local.sync()
     assert manager.votes == 1
@@ -61,6 +67,7 @@ def test_exception_before_the_vote_votes_no_and_passes() -> None:
     local.sync()
 
 
+@both_ways
 @pytest.mark.parametrize(
     ("error", "in_vote", "where"),
     [
@@ -71,12 +78,12 @@ def test_exception_before_the_vote_votes_no_and_passes() -> None:
     ],
 )
 def test_synchronization_without_known_outcome_is_the_last(
-    error: BaseException, in_vote: bool, where: str
+    error: BaseException, in_vote: bool, where: str, options: dict[str, Any]
 ) -> None:
     model = equal_parameters(1, count=3)
     before = bits(model)
     manager = Interrupting(error, in_vote)
-    local = staged(model, manager)
+    local = staged(model, manager, **options)
     with pytest.raises(type(error)):
         local.sync()
     assert bits(model) == before
@@ -86,7 +93,10 @@ def test_synchronization_without_known_outcome_is_the_last(
     assert manager.quorums == quorums, "the refusal must come before the quorum"
 
 
-def test_exception_in_write_back_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_ways
+def test_exception_in_write_back_is_the_last(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = local_sgd._copy_local_tensor_to_parameter
     written = 0
 
@@ -98,39 +108,44 @@ def test_exception_in_write_back_is_the_last(monkeypatch: pytest.MonkeyPatch) ->
         copy(parameter, tensor)
 
     monkeypatch.setattr(local_sgd, "_copy_local_tensor_to_parameter", fail_at_second)
-    local = staged(equal_parameters(1, count=3))
+    local = staged(equal_parameters(1, count=3), **options)
     with pytest.raises(RuntimeError, match="injected"):
         local.sync()
     with pytest.raises(RuntimeError, match="in the middle of write-back"):
         local.sync()
 
 
-def test_no_memory_for_staging_rejects_before_any_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_ways
+def test_no_memory_for_staging_rejects_before_any_collective(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("injected")
 
     manager = Interrupting(KeyboardInterrupt())
-    local = staged(equal_parameters(1, count=3), manager)
+    local = staged(equal_parameters(1, count=3), manager, **options)
     monkeypatch.setattr(local_sgd, "StagingBuffers", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
         local.sync()
     assert (manager.calls, manager.votes) == (0, 1)
 
 
+@both_ways
 @pytest.mark.parametrize("in_vote", [False, True])
-def test_held_exception_holds_no_buffers(in_vote: bool) -> None:
+def test_held_exception_holds_no_buffers(in_vote: bool, options: dict[str, Any]) -> None:
     manager = Interrupting(ValueError("injected"), in_vote)
-    local = staged(equal_parameters(1, count=3), manager)
+    local = staged(equal_parameters(1, count=3), manager, **options)
     with pytest.raises(ValueError, match="injected") as held:
         local.sync()
     gc.collect()
-    assert manager.windows
-    assert all(window() is None for window in manager.windows)
+    assert manager.reduced
+    assert all(memory() is None for memory in manager.reduced)
     assert held.value is manager.error
 
 
+@both_ways
 @pytest.mark.parametrize("how", ["cause", "context"])
-def test_held_chain_of_exceptions_holds_no_buffers(how: str) -> None:
+def test_held_chain_of_exceptions_holds_no_buffers(how: str, options: dict[str, Any]) -> None:
     class Wrapping(Interrupting):
         def allreduce(self, tensor: torch.Tensor) -> Any:
             try:
@@ -142,10 +157,10 @@ def test_held_chain_of_exceptions_holds_no_buffers(how: str) -> None:
 
     manager = Wrapping(ValueError("injected"))
     with pytest.raises(RuntimeError, match="wrapped") as held:
-        staged(equal_parameters(1, count=3), manager).sync()
+        staged(equal_parameters(1, count=3), manager, **options).sync()
     gc.collect()
-    assert manager.windows
-    assert all(window() is None for window in manager.windows)
+    assert manager.reduced
+    assert all(memory() is None for memory in manager.reduced)
     assert held.value.__context__ is manager.error
 
 
@@ -180,13 +195,22 @@ class FailingProcessGroup(ProcessGroupGloo):
         return super().allreduce(tensors, opts)
 
 
-def test_failed_collective_leaves_no_memory() -> None:
-    """The Manager keeps the exception, whose traceback would hold the window until the next quorum."""
+@both_ways
+def test_failed_collective_leaves_no_memory(options: dict[str, Any]) -> None:
+    """The Manager keeps the exception, whose traceback would hold the memory until the next quorum."""
 
     def body(replica: Replica) -> None:
         model = equal_parameters(replica.index, 4, sim.device(replica.index))
         before = bits(model)
-        local = make(LocalSGD, replica, model, True)
+        host: list[weakref.ref[torch.Tensor]] = []
+
+        class Watched(LocalSGD):
+            def _take_memory(self) -> StagingBuffers:
+                buffers = super()._take_memory()
+                host.extend(map(weakref.ref, buffers.host))
+                return buffers
+
+        local = make(Watched, replica, model, True, **options)
         memory = sim.memory(replica.index)
         entry = memory.alive
         group = replica.process_group
@@ -197,6 +221,11 @@ def test_failed_collective_leaves_no_memory() -> None:
         assert replica.manager.errored() is not None
         assert bits(model) == before
         sim.wait_until_alive(replica.index, entry)
+        deadline = time.monotonic() + 5
+        while any(tensor() is not None for tensor in host):
+            assert time.monotonic() < deadline, "host tensors stay"
+            time.sleep(0.001)
+        assert len(host) == 4
 
     class FailingSimulated(FailingProcessGroup, sim.SimulatedProcessGroupGloo):
         pass

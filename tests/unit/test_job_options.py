@@ -12,7 +12,7 @@ from torchft._launch import cli
 from torchft.examples.local_sgd import __main__ as launcher
 from torchft.examples.local_sgd import train
 from torchft.examples.local_sgd.model import ByteTransformer
-from torchft.examples.local_sgd.options import add_training_options, as_arguments
+from torchft.examples.local_sgd.options import add_training_options, as_arguments, check_training_options
 
 
 def test_the_documented_sizes_are_those_of_the_default_model() -> None:
@@ -55,6 +55,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--kill-replica-at-step", "480"], "not before the last step"),
         (["--kill-replica-at-step", "5", "--replicas", "1"], "needs a peer"),
         (["--no-offload-averaged-parameters-to-cpu", "--window-mb", "1"], "does nothing without CPU staging"),
+        (["--allreduce-to-cpu", "--process-group", "nccl"], "works with gloo only"),
+        (["--allreduce-to-cpu", "--window-mb", "2"], "has no window, and --window-mb is 2"),
+        (["--allreduce-to-cpu", "--no-offload-averaged-parameters-to-cpu"], "is a kind of CPU staging"),
         (["--data", "/no/such/file"], "does not exist"),
         (["--data", "/dev/zero"], "neither a file nor a folder"),
         (["--json", "/no/such/folder/file"], "there is no folder"),
@@ -97,9 +100,30 @@ def test_training_options_reach_the_ranks() -> None:
         [],
         ["--no-offload-averaged-parameters-to-cpu", "--steps", "7", "--data", "a b", "--min-replicas", "1"],
         ["--window-mb", "0", "--learning-rate", "1e-4", "--checkpoint", "saved"],
+        ["--no-allreduce-to-cpu"],
     ):
         options = parser.parse_args(arguments)
         assert parser.parse_args(as_arguments(options)) == options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on"),
+    [
+        ([], True),
+        (["--allreduce-to-cpu"], True),
+        (["--no-allreduce-to-cpu"], False),
+        (["--window-mb", "0"], False),
+        (["--process-group", "nccl"], False),
+        (["--no-offload-averaged-parameters-to-cpu"], False),
+        (["--no-offload-averaged-parameters-to-cpu", "--no-allreduce-to-cpu"], False),
+    ],
+)
+def test_the_all_reduce_is_on_the_host_where_that_costs_nothing(arguments: list[str], on: bool) -> None:
+    parser = cli.Parser("prog", "")
+    add_training_options(parser)
+    options = parser.parse_args(arguments)
+    check_training_options(options)
+    assert options.allreduce_to_cpu is on
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from averaging_models import Parameters, bits, equal_parameters, odd_parameters, random_tensor
 from local_manager import LocalManager, staged
-from properties import make, synchronize_until_commit
+from properties import HOST, WAYS, make, synchronize_until_commit
 from replica_threads import Replica, run_replicas
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,30 +25,39 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchft import _upstream_local_sgd, local_sgd
 from torchft.local_sgd import LocalSGD
 from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
 from torchft.work import _DummyWork
 
-RELEASE, STAGED = None, "one at a time"
+both_ways = pytest.mark.parametrize("options", WAYS)
+
+RELEASE, STAGED, ALLREDUCE_ON_HOST = "release", "one at a time", "host all-reduce"
 
 
-def averaged_bits(modes: list[Any]) -> list[list[bytes]]:
-    """Synchronizes one group per mode three times; returns the bits of all parameters, by group."""
+def options_of(way: Any) -> dict[str, Any]:
+    """Returns the arguments of LocalSGD for one of the words above, or for a window in MiB."""
+    if way == ALLREDUCE_ON_HOST:
+        return HOST
+    return {} if isinstance(way, str) else {"offload_window_mb": way}
+
+
+def averaged_bits(ways: list[Any], simulated: bool = False) -> list[list[bytes]]:
+    """Synchronizes one group per way four times; returns the bits of all parameters, by group."""
 
     def body(replica: Replica) -> list[bytes]:
-        model = odd_parameters(replica.index + 1)
-        mode = modes[replica.index]
-        window = {} if isinstance(mode, str) or mode is None else {"offload_window_mb": mode}
-        local = make(LocalSGD, replica, model, mode is not RELEASE, **window)
+        device = sim.device(replica.index) if simulated else "cpu"
+        model = odd_parameters(replica.index + 1, device)
+        way = ways[replica.index]
+        local = make(LocalSGD, replica, model, way != RELEASE, **options_of(way))
         for step in range(3):
             synchronize_until_commit(replica, local)
             with torch.no_grad():
                 for number, parameter in enumerate(model.parameters()):
-                    parameter += random_tensor(
-                        1000 * replica.index + 50 * step + number, *parameter.shape
-                    ).to(parameter.dtype)
+                    seed = 1000 * replica.index + 50 * step + number
+                    parameter += random_tensor(seed, *parameter.shape, dtype=parameter.dtype).to(device)
         synchronize_until_commit(replica, local)
         return bits(model)
 
-    return run_replicas(len(modes), body)
+    return run_replicas(len(ways), body, sim.SimulatedProcessGroupGloo if simulated else ProcessGroupGloo)
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +65,28 @@ def release_bits() -> dict[int, list[bytes]]:
     return {groups: averaged_bits([RELEASE] * groups)[0] for groups in (2, 3)}
 
 
+@pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated"])
 @pytest.mark.parametrize(
-    "modes",
-    [[STAGED, STAGED], [STAGED, RELEASE], [RELEASE, 0], [0.001, 100], [STAGED, RELEASE, 0]],
+    "ways",
+    [
+        [STAGED, STAGED],
+        [STAGED, RELEASE],
+        [RELEASE, 0],
+        [0.001, 100],
+        [ALLREDUCE_ON_HOST, ALLREDUCE_ON_HOST],
+        [ALLREDUCE_ON_HOST, RELEASE],
+        [0.001, ALLREDUCE_ON_HOST],
+        [STAGED, RELEASE, 0],
+        [RELEASE, STAGED, ALLREDUCE_ON_HOST],
+        [ALLREDUCE_ON_HOST, ALLREDUCE_ON_HOST, 0],
+    ],
     ids=str,
 )
-def test_bit_identical_to_release_and_mixed(modes: list[Any], release_bits: dict[int, list[bytes]]) -> None:
-    for group in averaged_bits(modes):
-        assert group == release_bits[len(modes)]
+def test_bit_identical_to_release_and_mixed(
+    ways: list[Any], simulated: bool, release_bits: dict[int, list[bytes]]
+) -> None:
+    for group in averaged_bits(ways, simulated):
+        assert group == release_bits[len(ways)]
 
 
 def test_signature_extends_the_release() -> None:
@@ -110,8 +134,9 @@ def _with_hooks(manager: LocalManager) -> Any:
     return manager
 
 
+@both_ways
 @pytest.mark.parametrize("commit", [True, False])
-def test_parameters_keep_storage_and_averages_have_no_history(commit: bool) -> None:
+def test_parameters_keep_storage_and_averages_have_no_history(commit: bool, options: dict[str, Any]) -> None:
     model = odd_parameters(1)
     seen: list[torch.Tensor] = []
 
@@ -123,7 +148,7 @@ def test_parameters_keep_storage_and_averages_have_no_history(commit: bool) -> N
 
     before = [p.detach().clone() for p in model.parameters()]
     storages = [p.data_ptr() for p in model.parameters()]
-    staged(model, Recording(commit)).sync()
+    staged(model, Recording(commit), **options).sync()
     assert len(seen) == len(before)
     assert all(t.grad_fn is None and not t.requires_grad for t in seen)
     assert [p.data_ptr() for p in model.parameters()] == storages
@@ -132,17 +157,23 @@ def test_parameters_keep_storage_and_averages_have_no_history(commit: bool) -> N
         assert parameter.grad_fn is None
 
 
-def test_model_without_parameters_votes() -> None:
+@both_ways
+def test_model_without_parameters_votes(options: dict[str, Any]) -> None:
     manager = LocalManager()
-    staged(nn.Module(), manager).sync()
+    staged(nn.Module(), manager, **options).sync()
     assert manager.quorums == 1
 
 
-def test_parameters_on_several_devices() -> None:
+@pytest.mark.parametrize(
+    # M of each device; with a host all-reduce the one that is not dense in memory.
+    ("options", "peaks"),
+    [({"offload_window_mb": 0}, {3: 800, 4: 1200}), (HOST, {3: 0, 4: 1200})],
+)
+def test_parameters_on_several_devices(options: dict[str, Any], peaks: dict[int, int]) -> None:
     tensors = [
         random_tensor(1, 100).to(sim.device(3)),
         random_tensor(2, 50),
-        random_tensor(3, 300).to(sim.device(4)),
+        random_tensor(3, 300, 2).to(sim.device(4))[:, 1],
         random_tensor(4, 200).to(sim.device(3)),
     ]
     model = Parameters(tensors)
@@ -150,13 +181,13 @@ def test_parameters_on_several_devices() -> None:
     for index in entry:
         sim.memory(index).reset_peak()
     before = bits(model)
-    staged(model, offload_window_mb=0).sync()
+    staged(model, **options).sync()
+    assert {index: sim.memory(index).peak - alive for index, alive in entry.items()} == peaks
     assert bits(model) == before
-    # M of each device.
-    assert {index: sim.memory(index).peak - alive for index, alive in entry.items()} == {3: 800, 4: 1200}
 
 
-def test_healing_in_the_vote_may_replace_parameters() -> None:
+@both_ways
+def test_healing_in_the_vote_may_replace_parameters(options: dict[str, Any]) -> None:
     """load_state_dict(assign=True) puts new Parameter objects into the model; those get the average."""
     model = equal_parameters(1, count=3)
     healed = {name: tensor + 1 for name, tensor in model.state_dict().items()}
@@ -167,44 +198,68 @@ def test_healing_in_the_vote_may_replace_parameters() -> None:
             return True
 
     averages = bits(model)
-    local = staged(model, Healing())
+    local = staged(model, Healing(), **options)
     old = list(model.parameters())
     local.sync()
     assert all(a is not b for a, b in zip(model.parameters(), old, strict=True))
     assert bits(model) == averages
 
 
-def test_offloaded_shards_take_no_device_memory_in_write_back() -> None:
-    """FSDP2's CPU offload keeps the shards of an accelerator's mesh on the host."""
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """The simulated device of one rank."""
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        mesh = DeviceMesh(sim.NAME, [0])
+    yield DeviceMesh(sim.NAME, [0])
+    dist.destroy_process_group()
 
-        def offloaded(seed: int) -> DTensor:
-            # As FSDP2 makes them: from_local would move the shard to the device of the mesh.
-            shard = random_tensor(seed, 1000)
-            meta = TensorMeta(shard.shape, shard.stride(), shard.dtype)
-            return DTensor(shard, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=True)  # pyright: ignore[reportCallIssue]
 
-        model = Parameters(offloaded(seed) for seed in range(3))
-        shards = [shard for p in model.parameters() if isinstance(p, DTensor) for shard in [p.to_local()]]
-        assert len(shards) == 3
-        assert all(shard.device.type == "cpu" for shard in shards)
+def dtensor(mesh: DeviceMesh, shard: torch.Tensor) -> DTensor:
+    # As FSDP2 makes them: from_local would move a shard on the host to the device of the mesh.
+    meta = TensorMeta(shard.shape, shard.stride(), shard.dtype)
+    return DTensor(shard, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=True)  # pyright: ignore[reportCallIssue]
 
-        class Doubling(LocalManager):
-            def allreduce(self, tensor: torch.Tensor) -> Any:
-                return _DummyWork(tensor.mul_(2))
 
-        gc.collect()
-        memory = sim.memory(0)
-        memory.reset_peak()
-        entry = memory.alive
-        staged(model, Doubling()).sync()
-        assert memory.peak == entry
-        for seed, shard in enumerate(shards):
-            assert torch.equal(shard, 2 * random_tensor(seed, 1000))
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize(
+    ("device", "options", "extra"),
+    [
+        # FSDP2's CPU offload keeps the shards of an accelerator's mesh on the host.
+        ("cpu", {}, 0),
+        ("cpu", HOST, 0),
+        (sim.device(), {}, 4000),
+        (sim.device(), HOST, 2000),
+    ],
+)
+def test_extra_device_memory_of_shards(
+    device: torch.device | str, options: dict[str, Any], extra: int, mesh: DeviceMesh
+) -> None:
+    """A DTensor is not rebuilt on the device for write-back; one that is not dense in memory has a window."""
+    tensors = [random_tensor(0, 1000), random_tensor(1, 20, 50).t(), random_tensor(2, 500, 2)[:, 1]]
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        held = tensor if tensor._base is None else tensor._base
+        return held.clone().to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    model = Parameters(dtensor(mesh, on_device(tensor)) for tensor in tensors)
+    shards = [shard for p in model.parameters() if isinstance(p, DTensor) for shard in [p.to_local()]]
+    assert [(shard.device, shard.stride()) for shard in shards] == [
+        (torch.device(device), tensor.stride()) for tensor in tensors
+    ]
+
+    class Doubling(LocalManager):
+        def allreduce(self, tensor: torch.Tensor) -> Any:
+            return _DummyWork(tensor.mul_(2))
+
+    local = staged(model, Doubling(), **options)
+    gc.collect()
+    memory = sim.memory(0)
+    memory.reset_peak()
+    entry = memory.alive
+    with sim.recorded_copies() as copies:
+        local.sync()
+    assert memory.peak - entry == extra
+    assert all(copy.straight for copy in copies)
+    for shard, tensor in zip(shards, tensors, strict=True):
+        assert torch.equal(shard.cpu(), 2 * tensor)
 
 
 def test_staging_off_asks_no_more_of_the_model_than_the_release() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import simulated_accelerator as sim
 import torch
 from averaging_models import Parameters
-from properties import make, synchronize_until_commit
+from properties import WAYS, make, synchronize_until_commit
 from replica_threads import Replica, run_replicas
 
 from torchft._staging import ordering
@@ -20,12 +20,12 @@ def first(group: int, number: int) -> torch.Tensor:
     return torch.full((100,), 10.0 * number + 4.0 * group)
 
 
-def averages(devices: list[int], window: Optional[float]) -> list[list[torch.Tensor]]:
+def averages(devices: list[int], **options: Any) -> list[list[torch.Tensor]]:
     """Synchronizes two groups once; returns the parameters of each.
 
     Args:
         devices: index, within the group, of the device of each parameter.
-        window: offload_window_mb.
+        options: further arguments of LocalSGD.
     """
 
     def body(replica: Replica) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def averages(devices: list[int], window: Optional[float]) -> list[list[torch.Ten
             first(replica.index, number).to(sim.device(2 * replica.index + device))
             for number, device in enumerate(devices)
         )
-        synchronize_until_commit(replica, make(LocalSGD, replica, model, True, offload_window_mb=window))
+        synchronize_until_commit(replica, make(LocalSGD, replica, model, True, **options))
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
     return run_replicas(2, body, sim.SimulatedProcessGroupGloo)
@@ -46,29 +46,29 @@ def check(seen: list[list[torch.Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("like_cuda", [False, True])
-@pytest.mark.parametrize("window", [None, 0.001, 1])
+@pytest.mark.parametrize("options", [*WAYS, {"offload_window_mb": 0.001}, {"offload_window_mb": 1}])
 @pytest.mark.parametrize("devices", [[0] * 5, [0, 1, 1, 0, 1]], ids=["one device", "two devices"])
 def test_averages_are_divided(
-    devices: list[int], window: Optional[float], like_cuda: bool, monkeypatch: pytest.MonkeyPatch
+    devices: list[int], options: dict[str, Any], like_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sim.like_cuda(monkeypatch) if like_cuda else nullcontext():
-        check(averages(devices, window))
+        check(averages(devices, **options))
 
 
-@pytest.mark.parametrize("window", [None, 1])
+@pytest.mark.parametrize("options", [{}, {"offload_window_mb": 1}])
 def test_without_synchronizing_sums_are_staged(
-    window: Optional[float], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hazard is real in the simulation: the other tests of it would notice."""
     monkeypatch.setattr(ordering, "_ORDERED_BY_WAIT", ("cpu", sim.NAME))
     with pytest.raises(AssertionError):
-        check(averages([0, 0, 0], window))
+        check(averages([0, 0, 0], **options))
 
 
 def test_without_the_guard_sums_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
     with sim.like_cuda(monkeypatch), pytest.raises(AssertionError):
-        check(averages([1, 1, 1], None))
+        check(averages([1, 1, 1]))
 
 
 def test_devices_that_wait_orders_are_not_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def test_model_that_has_only_parameters(caplog: pytest.LogCaptureFixture) -> Non
         def __init__(self) -> None:
             self.inner = nn.Linear(2, 2)
 
-        def parameters(self) -> list[nn.Parameter]:
+        def parameters(self) -> list[torch.Tensor]:
             return [self.inner.weight]
 
     model: Any = Adapter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import simulated_accelerator as sim
 import torch
 from averaging_models import odd_parameters
 
@@ -68,3 +69,50 @@ def test_host_copy_of_a_host_tensor_is_a_copy() -> None:
     buffers.host[0].copy_(buffers.slot(0))
     buffers.slot(0).zero_()
     assert torch.equal(buffers.bring_back(0, buffers.host[0]), parameter)
+
+
+def test_host_allreduce_is_one_round_and_only_what_is_strided_has_a_window() -> None:
+    def strided(rows: int, device: torch.device | str) -> torch.Tensor:
+        return torch.empty(rows, 6, device=device)[:, ::2]
+
+    one, other = sim.device(0), sim.device(1)
+    tensors = [
+        torch.empty(100, device=one),
+        strided(2, one),
+        torch.empty(5, 3, device=one).t(),
+        strided(40, "cpu"),
+        strided(5, other),
+        torch.empty(100, device=other),
+        strided(4, one),
+        strided(0, other),
+    ]
+    plan = StagingPlan.of(map(ShardLayout.of, tensors), None, allreduce_to_cpu=True)
+    assert plan.rounds == (tuple(range(8)),)
+    # One at a time, each from the beginning.
+    assert {index: offset for index, offset in plan.offsets.items() if tensors[index].numel()} == {
+        1: 0,
+        4: 0,
+        6: 0,
+    }
+    assert plan.windows == {one: 4 * 3 * 4, other: 5 * 3 * 4}
+    assert plan.host_bytes == 4 * sum(tensor.numel() for tensor in tensors)
+
+
+def test_host_allreduce_of_no_parameters() -> None:
+    plan = StagingPlan.of([], None, allreduce_to_cpu=True)
+    assert (plan.rounds, plan.offsets, plan.windows, plan.host_bytes) == ((), {}, {}, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", sim.device()])
+def test_copies_of_a_host_allreduce_go_there_and_back(device: torch.device | str) -> None:
+    """Strided ones by way of the window; on the CPU as well they are copies, not the same memory."""
+    parameters = [torch.arange(6.0).view(2, 3).to(device), torch.arange(8.0).to(device)[::2]]
+    buffers = StagingBuffers(StagingPlan.of(map(ShardLayout.of, parameters), None, allreduce_to_cpu=True))
+    for index, parameter in enumerate(parameters):
+        copy = buffers.copy_to_host(index, parameter)
+        assert copy is buffers.host[index]
+        assert torch.equal(copy, parameter.cpu())
+        copy.add_(1)
+        back = buffers.bring_back(index, copy)
+        assert torch.equal(back.cpu(), parameter.cpu() + 1)
+        assert (back is copy) == (device == "cpu" or index == 0)

@@ -25,9 +25,10 @@ from torchft.manager import Manager
 OURS = ROOT / "torchft"
 
 
+@pytest.mark.parametrize("options", properties.WAYS)
 @pytest.mark.parametrize("check", properties.PROPERTIES)
-def test_property(check: Callable[..., None]) -> None:
-    check(LocalSGD)
+def test_property(check: Callable[..., None], options: dict[str, Any]) -> None:
+    check(LocalSGD, **options)
 
 
 def test_release_takes_all_parameters_at_once() -> None:
@@ -85,6 +86,33 @@ class DelInsteadOfWindow(LocalSGD):
             parameter.copy_(average)
 
 
+class TemporaryInWriteBack(LocalSGD):
+    """Brings averages to the device in memory of their own."""
+
+    @torch.no_grad()
+    def _write_back(self, averages: list[torch.Tensor]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        for average, parameter in zip(averages, self._model.parameters(), strict=True):
+            parameter.copy_(average.to(parameter.device))
+
+
+class NoWayThroughAWindow(LocalSGD):
+    """Copies straight to the host and back, whatever the layout is."""
+
+    def _take_memory(self) -> StagingBuffers:
+        buffers = super()._take_memory()
+        buffers.plan.offsets.clear()
+        return buffers
+
+
+class StridesOnTheHost(LocalSGD):
+    """Keeps its averages contiguous on the host, whatever the layout is."""
+
+    def _take_memory(self) -> StagingBuffers:
+        buffers = super()._take_memory()
+        buffers.host = [tensor.contiguous() for tensor in buffers.host]
+        return buffers
+
+
 class WriteBackBeforeVote(LocalSGD):
     """Does not wait for the vote."""
 
@@ -120,18 +148,27 @@ class NoVoteAfterException(LocalSGD):
 
 
 @pytest.mark.parametrize(
-    ("broken", "check"),
+    ("broken", "options", "check"),
     [
-        (NoStage, properties.check_device_memory),
-        (DelInsteadOfWindow, properties.check_device_memory),
-        (WriteBackBeforeVote, properties.check_rejection_keeps_parameters),
-        (ContiguousCopies, properties.check_mixes_with_release),
-        (NoVoteAfterException, properties.check_votes_after_exception),
+        (NoStage, properties.WINDOW, properties.check_device_memory),
+        (DelInsteadOfWindow, properties.WINDOW, properties.check_device_memory),
+        (TemporaryInWriteBack, properties.HOST, properties.check_device_memory),
+        (NoWayThroughAWindow, properties.HOST, properties.check_copies),
+        (StridesOnTheHost, properties.WINDOW, properties.check_copies),
+        (StridesOnTheHost, properties.HOST, properties.check_copies),
+        (WriteBackBeforeVote, properties.WINDOW, properties.check_rejection_keeps_parameters),
+        (WriteBackBeforeVote, properties.HOST, properties.check_rejection_keeps_parameters),
+        (ContiguousCopies, properties.WINDOW, properties.check_mixes_with_release),
+        (StridesOnTheHost, properties.HOST, properties.check_mixes_with_release),
+        (NoVoteAfterException, properties.WINDOW, properties.check_votes_after_exception),
+        (NoVoteAfterException, properties.HOST, properties.check_votes_after_exception),
     ],
 )
-def test_check_notices_broken_variant(broken: type[LocalSGD], check: Callable[..., None]) -> None:
+def test_check_notices_broken_variant(
+    broken: type[LocalSGD], options: dict[str, Any], check: Callable[..., None]
+) -> None:
     with pytest.raises(AssertionError):
-        check(broken)
+        check(broken, **options)
 
 
 def test_default_path_is_the_code_of_the_release() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from local_manager import LocalManager, staged
 from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,15 +18,17 @@ from torch.distributed.tensor import DTensor
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
 
 
-def sharded(mesh: DeviceMesh, **options: Any) -> nn.Module:
-    return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, **options)
+def sharded(mesh: DeviceMesh) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def unsharded(model: nn.Module) -> nn.Module:
@@ -75,10 +78,10 @@ def test_part_of_what_is_sharded(mesh: DeviceMesh) -> None:
 
 def test_only_some_modules(mesh: DeviceMesh) -> None:
     model, manager = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), LocalManager()
-    inner = fully_shard(model[1], mesh=mesh)
+    fully_shard(model[1], mesh=mesh)
     fully_shard(model, mesh=mesh)
     local = staged(model, manager)
-    unsharded(inner)
+    unsharded(model[1])
     with pytest.raises(ValueError, match=r"parameter '1.weight' is unsharded"):
         local.sync()
 

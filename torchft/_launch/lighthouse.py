@@ -41,8 +41,8 @@ while True:
 class LighthouseProcess:
     """Runs a lighthouse in a process that dies with this one.
 
-    A process, because the lighthouse logs to stderr from the moment its extension module is imported, and
-    so that it can be killed alone.
+    A process, because a lighthouse in this one would log every quorum to stderr: its extension module reads
+    RUST_LOG when torchft is imported, which is before anybody here can set it.
 
     Args:
         min_replicas: the number of replica groups without which there is no quorum.

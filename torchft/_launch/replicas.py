@@ -3,7 +3,8 @@ Replica groups as processes on this machine, under one lighthouse.
 
 Every rank is a Python program with the environment that ``torchrun`` would give it (``RANK``,
 ``WORLD_SIZE``, ``MASTER_ADDR``, ...) plus ``REPLICA_GROUP_ID``, ``NUM_REPLICA_GROUPS`` and
-``TORCHFT_LIGHTHOUSE``. It may tell its parent things with :func:`send`::
+``TORCHFT_LIGHTHOUSE``. What else is in this process's environment reaches all ranks, except what only one
+process can have, such as ``TORCHFT_MANAGER_PORT``. A rank may tell its parent things with :func:`send`::
 
     with ReplicaGroups(["-m", "my_package.worker"], replicas=2) as groups:
         groups.start_all()
@@ -41,6 +42,10 @@ __all__ = ["Exit", "Message", "ReplicaFailed", "ReplicaGroups", "attached", "sen
 _MESSAGES_FD_ENV = "_TORCHFT_REPLICAS_FD"
 # Enough for a traceback with chained exceptions, little enough to print.
 _LINES_KEPT = 80
+# What only one process can have: a port or a socket to listen on, a rank.
+_OF_ONE_PROCESS = {"TORCHFT_MANAGER_PORT", "TORCH_WORKER_SERVER_SOCKET", "TORCHCOMM_RANK", "TORCHCOMM_SIZE"}
+# PyTorch appends the rank within a group to these file names; the Manager sees to TORCH_FR_DUMP_TEMP_FILE.
+_FILES_OF_RANKS = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
 
 
 @dataclass(frozen=True)
@@ -242,6 +247,7 @@ class ReplicaGroups:
 
     def _environment(self, group: int, rank: int, port: int) -> dict[str, str]:
         cpus = len(os.sched_getaffinity(0))
+        ranks = str(self._world_size)
         env = {
             # Every process would use all cores, and be many times slower for it.
             "OMP_NUM_THREADS": str(max(1, cpus // (self._replicas * self._world_size))),
@@ -249,19 +255,23 @@ class ReplicaGroups:
             "RUST_LOG": "warn",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONUNBUFFERED": "1",
-            **os.environ,
+            **_inherited(group),
+            # as from a torchrun per group, on one node
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._world_size),
-            "LOCAL_WORLD_SIZE": str(self._world_size),
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), ranks),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            # the store exists already, rank 0 is not to open another one
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "REPLICA_GROUP_ID": str(group),
             "NUM_REPLICA_GROUPS": str(self._replicas),
             "TORCHFT_LIGHTHOUSE": self.lighthouse,
-            # As under torchrun: the store exists already, rank 0 is not to open another one.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
         }
         # Healing fetches a peer's state by HTTP, under this machine's name: never by way of a proxy.
         for name in ("no_proxy", "NO_PROXY"):
@@ -336,6 +346,19 @@ class ReplicaGroups:
                 rank.output.append(line)
                 if self._on_output is not None:
                     self._on_output(rank.group, rank.rank, line)
+
+
+def _inherited(group: int) -> dict[str, str]:
+    """Returns what of this process's environment the ranks of a group may have as well."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        # torchrun's are for its own workers: error file, watchdog, store
+        if name not in _OF_ONE_PROCESS and not name.startswith("TORCHELASTIC_")
+    }
+    for name in _FILES_OF_RANKS & env.keys():
+        env[name] += f"group_{group}_"
+    return env
 
 
 def attached() -> bool:

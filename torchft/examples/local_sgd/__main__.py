@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         raise cli.UserError(str(error)) from None
     with groups:
         staging = "on" if options.offload_averaged_parameters_to_cpu else "off"
+        staging += ", all-reduce on the host" if options.allreduce_to_cpu else ""
         print(
             f"{options.replicas} replica groups x {options.ranks} ranks on {options.device}, CPU staging "
             f"{staging}, {options.steps} steps, a synchronization every {options.sync_every}",
@@ -66,9 +67,7 @@ def main(argv: Sequence[str]) -> int:
         failure = ""
         try:
             supervisor.run()
-        except ReplicaFailed as error:
-            failure = str(error)
-        except GroupLost as error:
+        except (ReplicaFailed, GroupLost) as error:
             failure = str(error)
     results = supervisor.results
     problems = [failure] if failure else _problems(results, supervisor.kills_left, options)

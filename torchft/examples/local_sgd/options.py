@@ -41,6 +41,11 @@ def add_training_options(parser: Parser) -> None:
         help="keep averaged parameters on the host until the vote: CPU staging (default: on)",
     )
     parser.add_common("--window-mb")
+    parser.add_common(
+        "--allreduce-to-cpu",
+        help="reduce the averages on the host, without device memory for them (default: on with gloo, unless "
+        "--window-mb is given)",
+    )
     parser.add_common("--device")
     parser.add_common("--process-group")
     parser.add_argument(
@@ -79,7 +84,8 @@ def add_training_options(parser: Parser) -> None:
 
 
 def check_training_options(options: argparse.Namespace) -> None:
-    """Refuses values that do not fit together, fills in ``min_replicas``, and creates the checkpoint folder.
+    """Refuses values that do not fit together, fills in defaults that depend on others, and creates the
+    checkpoint folder.
 
     Args:
         options: as parsed.
@@ -103,6 +109,7 @@ def check_training_options(options: argparse.Namespace) -> None:
             f"--window-mb {options.window_mb:g} does nothing without CPU staging; leave it or "
             "--no-offload-averaged-parameters-to-cpu out"
         )
+    _settle_allreduce_to_cpu(options)
     if options.checkpoint is not None:
         try:
             os.makedirs(options.checkpoint, exist_ok=True)
@@ -112,6 +119,21 @@ def check_training_options(options: argparse.Namespace) -> None:
             ) from None
         if not os.access(options.checkpoint, os.W_OK | os.X_OK):
             raise UserError(f"--checkpoint {options.checkpoint!r} can't be written; pass another place")
+
+
+def _settle_allreduce_to_cpu(options: argparse.Namespace) -> None:
+    obstacles = {
+        "works with gloo only, and --process-group is nccl": options.process_group == "nccl",
+        f"has no window, and --window-mb is {options.window_mb}": options.window_mb is not None,
+        "is a kind of CPU staging, which --no-offload-averaged-parameters-to-cpu switches off": (
+            not options.offload_averaged_parameters_to_cpu
+        ),
+    }
+    if options.allreduce_to_cpu is None:
+        options.allreduce_to_cpu = not any(obstacles.values())
+    for obstacle, present in obstacles.items():
+        if options.allreduce_to_cpu and present:
+            raise UserError(f"--allreduce-to-cpu {obstacle}; leave one of the two out")
 
 
 def as_arguments(options: argparse.Namespace) -> list[str]:
@@ -125,8 +147,10 @@ def as_arguments(options: argparse.Namespace) -> list[str]:
     arguments: list[str] = []
     for action in parser._actions:
         value = getattr(options, action.dest)
+        if value is None:
+            continue
         if isinstance(action, argparse.BooleanOptionalAction):
             arguments.append(action.option_strings[0 if value else 1])
-        elif value is not None:
+        else:
             arguments.append(f"{action.option_strings[0]}={value}")
     return arguments

@@ -12,6 +12,7 @@ from torch import nn
 
 from torchft._launch import replicas
 from torchft._staging.plan import local_shard
+from torchft.examples.local_sgd.rejections import NothingCommitted, Rejections
 from torchft.manager import Manager
 
 __all__ = ["Progress"]
@@ -23,19 +24,20 @@ class Progress:
     Args:
         group: its replica group.
         rank: its rank within the group.
+        min_replicas: groups without which nothing is committed.
     """
 
-    def __init__(self, group: int, rank: int) -> None:
+    def __init__(self, group: int, rank: int, min_replicas: int) -> None:
         self._launched = replicas.attached()
         self._prints = rank == 0 and not self._launched
         self._group = group
+        self._rejections = Rejections(min_replicas)
 
-    def begin(self, step: int, commits: int, model: nn.Module, validation_loss: float) -> None:
+    def begin(self, step: int, model: nn.Module, validation_loss: float) -> None:
         """Training starts.
 
         Args:
             step: optimizer steps that a checkpoint brought.
-            commits: commits that a checkpoint brought.
             model: what is trained.
             validation_loss: the loss before the first step.
         """
@@ -44,7 +46,6 @@ class Progress:
         self._send(
             kind="begin",
             step=step,
-            commits=commits,
             total_bytes=total,
             largest_bytes=largest,
             validation_loss=validation_loss,
@@ -62,6 +63,7 @@ class Progress:
         self,
         manager: Manager,
         step: int,
+        attempt: int,
         loss: float,
         committed: bool,
         healed: bool,
@@ -72,30 +74,39 @@ class Progress:
         Args:
             manager: of this rank, after the synchronization.
             step: optimizer steps that the weights have if it was committed.
+            attempt: how often these steps had been rejected before.
             loss: mean training loss since the last one.
             committed: how the vote went.
             healed: whether this group took its state over from a peer.
             milliseconds: how long it took, waiting for the other groups included.
+
+        Raises:
+            NothingCommitted: it was one of too many in a row that were rejected.
         """
+        self._rejections.count(manager, committed)
+        reason = self._rejections.reason
         participants = manager.num_participants()
         outcome = "committed" if committed else "rejected"
-        note = ", healed from a peer" if healed else ""
+        note = (", healed from a peer" if healed else "") + (f": {reason}" if reason else "")
         self._say(
             f"step {step}: loss {loss:.3f}, {outcome} by {participants} groups "
             f"after {milliseconds:.0f} ms{note}"
         )
         self._send(
             kind="synchronized",
-            # The only thing that tells an attempt from the one before it, to the launcher, and not public.
-            quorum=manager._quorum_id,
             step=step,
+            attempt=attempt,
             commits=manager.current_step(),
             loss=loss,
             committed=committed,
+            reason=reason,
             healed=healed,
             participants=participants,
             milliseconds=milliseconds,
         )
+        if self._rejections.too_many:
+            self._send(kind="gave_up")
+            raise NothingCommitted(reason)
 
     def finished(self, model: nn.Module, validation_loss: float) -> None:
         """Training is over.

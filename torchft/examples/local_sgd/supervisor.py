@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from torchft._launch.replicas import Exit, Message, ReplicaGroups
+from torchft.examples.local_sgd.rejections import NothingCommitted
 
 __all__ = ["GroupLost", "Results", "Supervisor"]
 
@@ -19,7 +20,7 @@ _PATIENCE = 30.0
 
 
 class GroupLost(Exception):
-    """A group died and cannot come back; the message says which and why."""
+    """A group died and cannot come back, or gave up; the message says which and why."""
 
 
 @dataclass
@@ -27,15 +28,15 @@ class Results:
     """What a run did.
 
     Attributes:
-        history: one entry per synchronization: step, losses (by group; None where it was missing or healed),
-            committed, milliseconds (of the group that waited least), healed (groups).
+        history: one entry per commit, and one per group that rejected: step, attempt (rejections before it),
+            losses (by group; None where it was missing or healed), committed, milliseconds (of the group that
+            waited least), healed (groups), reason (of a rejection).
         validation_before: validation loss at the start, in nats per byte.
         validation_after: validation loss after the last commit.
         total_bytes: S, of the rank with the most.
         largest_bytes: M, of the rank with the largest.
         kills: groups killed.
         heals: times that a group took its state over from a peer.
-        commits_at_start: commits that a checkpoint brought.
         digests: SHA-256 of each rank's parameters, by rank, one per group that finished.
     """
 
@@ -46,7 +47,6 @@ class Results:
     largest_bytes: int = 0
     kills: int = 0
     heals: int = 0
-    commits_at_start: int = 0
     digests: dict[int, list[str]] = field(default_factory=dict)
 
     @property
@@ -56,8 +56,8 @@ class Results:
 
     @property
     def rejections(self) -> int:
-        """Synchronizations that were rejected."""
-        return len(self.history) - self.commits
+        """Synchronizations that were rejected, by one group or several."""
+        return len({(entry["step"], entry["attempt"]) for entry in self.history if not entry["committed"]})
 
     @property
     def identical(self) -> bool:
@@ -76,35 +76,18 @@ class _Group:
     # Since its last start: a commit makes a restarted group a full member again.
     committed: bool = False
     rejected: bool = False
+    # of its last rejection, once a rank has told it
+    reason: Optional[str] = None
 
     @property
     def rejoining(self) -> bool:
         """Whether it was started again and is not yet a full member."""
         return self.start > 0 and not self.committed
 
-
-# Quorum and step: what tells a synchronization from the one before it. Reports of one group come in order,
-# those of two groups do not, and after a rejection the step is the same.
-_Key = tuple[int, int]
-
-
-@dataclass
-class _Synchronization:
-    """What was heard of one synchronization.
-
-    Attributes:
-        reports: by group.
-        gone: groups that died before they reported.
-    """
-
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
-
     @property
-    def complete(self) -> bool:
-        """Whether all reports have come that will come."""
-        participants = max(report["participants"] for report in self.reports.values())
-        return len(self.reports.keys() | self.gone) >= participants
+    def needs_peer(self) -> bool:
+        """Whether it has to heal, or to repeat a synchronization."""
+        return self.dying or self.rejected or self.rejoining
 
 
 class Supervisor:
@@ -135,7 +118,9 @@ class Supervisor:
         self._commits = commits
         self._groups = [_Group() for _ in range(replicas)]
         self._kills = [(step, replicas - 1 - index % replicas) for index, step in enumerate(sorted(kills))]
-        self._pending: dict[_Key, _Synchronization] = {}
+        # Reports of commits that others have yet to report, by commit and group, and the last one recorded.
+        self._pending: dict[int, dict[int, dict[str, Any]]] = {}
+        self._recorded = 0
         self.results = Results()
 
     def run(self) -> Results:
@@ -147,14 +132,14 @@ class Supervisor:
         Raises:
             ReplicaFailed: a rank failed with an error of its own.
             UserError: a rank found a mistake of the user.
-            GroupLost: a group died and cannot come back.
+            GroupLost: a group died and cannot come back, or gave up.
         """
         for group in range(len(self._groups)):
             self._start(group)
         while True:
             stuck = self._stuck()
             try:
-                event = next(self._processes.events(_PATIENCE if stuck else None), None)
+                event = next(self._processes.events(None if stuck is None else _PATIENCE), None)
             except TimeoutError:
                 raise _lost(stuck) from None
             if event is None:
@@ -163,8 +148,7 @@ class Supervisor:
                 self._on_exit(event)
             elif event.start == self._groups[event.group].start:
                 self._on_message(event)
-        for key in sorted(self._pending):
-            self._record(key)
+        self._record_commits(self._commits)
         return self.results
 
     def _start(self, group: int) -> None:
@@ -178,11 +162,16 @@ class Supervisor:
             self.results.largest_bytes = max(self.results.largest_bytes, fields["largest_bytes"])
         if kind == "finished":
             self.results.digests.setdefault(message.rank, []).append(fields["digest"])
+        group = self._groups[message.group]
+        if kind == "synchronized":
+            # The rank that could not take part knows why; the others of its group only that one could not.
+            group.reason = None if fields["committed"] else fields["reason"] or group.reason
+        if kind == "gave_up":
+            raise GroupLost(f"group {message.group} gave up: {NothingCommitted(group.reason)}")
         if message.rank != 0:
             return
         if kind == "begin" and math.isnan(self.results.validation_before):
             self.results.validation_before = fields["validation_loss"]
-            self.results.commits_at_start = fields["commits"]
             at = f" at step {fields['step']}" if fields["step"] else ""
             _print(f"training starts{at}, validation loss {fields['validation_loss']:.3f}")
             _print("per synchronization: step, loss of each group, outcome of the vote, time it took")
@@ -202,62 +191,57 @@ class Supervisor:
             if kill[1] == number and before < kill[0] <= step and not group.dying:
                 self._kills.remove(kill)
                 _print(f"step {step:6d}  killing group {number} (SIGKILL)")
-                self._processes.kill(number)
-                self._lose(number)
+                self._kill(number)
                 break
 
-    def _lose(self, number: int) -> None:
-        """A group is dying: from now on nothing waits for its reports."""
+    def _kill(self, number: int) -> None:
+        self._processes.kill(number)
         self._groups[number].dying = True
         self.results.kills += 1
-        self._settle()
 
-    def _on_synchronized(self, number: int, fields: dict[str, Any]) -> None:
+    def _on_synchronized(self, number: int, report: dict[str, Any]) -> None:
         group = self._groups[number]
-        if group.dying:
-            return
-        group.committed = group.committed or fields["committed"]
-        group.rejected = not fields["committed"]
-        group.finished = fields["commits"] >= self._commits
-        self.results.heals += fields["healed"]
-        key = (fields["quorum"], fields["step"])
-        self._pending.setdefault(key, _Synchronization()).reports[number] = fields
-        # With reports on their way, a group may seem to be left behind that has committed as well.
-        if self._settle():
-            self._check_lost()
+        committed, commits = report["committed"], report["commits"]
+        group.committed = group.committed or committed
+        group.rejected = not committed
+        group.finished = commits >= self._commits
+        self.results.heals += report["healed"]
+        if not committed:
+            self._record({number: report})
+        # One that was stopped for a while may report a commit after its peers have gone on without it.
+        elif commits > self._recorded:
+            reports = self._pending.setdefault(commits, {})
+            reports[number] = report
+            if len(reports) >= report["participants"]:
+                self._record_commits(commits)
 
-    def _settle(self) -> bool:
-        """Records the synchronizations that are over; returns whether there were any."""
-        dying = {number for number, group in enumerate(self._groups) if group.dying}
-        for synchronization in self._pending.values():
-            synchronization.gone |= dying - synchronization.reports.keys()
-        complete = [key for key, synchronization in self._pending.items() if synchronization.complete]
-        if not complete:
-            return False
-        # What misses in an earlier one was lost with a group that is back already.
-        for key in sorted(key for key in self._pending if key <= max(complete)):
-            self._record(key)
-        return True
+    def _record_commits(self, last: int) -> None:
+        """Records the commits up to ``last``. Groups report in order: what misses now was lost with one."""
+        for commits in sorted(commits for commits in self._pending if commits <= last):
+            self._record(self._pending.pop(commits))
+        self._recorded = last
 
-    def _record(self, key: _Key) -> None:
-        """Prints and keeps a synchronization of which nothing more will be heard."""
-        reports = self._pending.pop(key).reports
-        groups = range(len(self._groups))
-        healed = [group for group in groups if group in reports and reports[group]["healed"]]
+    def _record(self, reports: dict[int, dict[str, Any]]) -> None:
+        """Prints and keeps a commit, by all groups that reported it, or a rejection, by one."""
+        healed = sorted(group for group, report in reports.items() if report["healed"])
         # What a group trained before it healed was replaced by its peer's state: no loss to show.
         losses = [
-            reports[group]["loss"] if group in reports and group not in healed else None for group in groups
+            reports[group]["loss"] if group in reports and group not in healed else None
+            for group in range(len(self._groups))
         ]
+        number, report = next(iter(reports.items()))
         entry = {
-            "step": max(report["step"] for report in reports.values()),
+            **{name: report[name] for name in ("step", "attempt", "committed")},
+            "reason": None if report["committed"] else self._groups[number].reason,
             "losses": losses,
-            "committed": any(report["committed"] for report in reports.values()),
             "milliseconds": min(report["milliseconds"] for report in reports.values()),
             "healed": healed,
         }
         self.results.history.append(entry)
         shown = "  ".join("    -" if loss is None else f"{loss:5.3f}" for loss in losses)
         note = "".join(f", group {group} healed from a peer" for group in healed)
+        if not entry["committed"]:
+            note += f", group {number}" + (f": {entry['reason']}" if entry["reason"] else "")
         _print(
             f"step {entry['step']:6d}/{self._steps}  loss {shown}  "
             f"{'committed' if entry['committed'] else 'rejected'} {entry['milliseconds']:7.1f} ms{note}"
@@ -271,36 +255,29 @@ class Supervisor:
             if group.rejoining:
                 raise GroupLost(f"group {end.group} died again before it committed anything")
             _print(f"group {end.group} rank {end.rank} was killed by signal {-end.returncode}")
-            self._processes.kill(end.group)
-            self._lose(end.group)
+            self._kill(end.group)
         if not group.dying:
             end.check()
         elif group.alive == 0:
-            self._check_lost()
+            stuck = self._stuck()
+            if stuck is not None:
+                raise _lost(stuck)
             if all(other.dying or other.rejoining for other in self._groups):
                 # Those that are back already had nobody to heal from.
+                self._record_commits(self._commits)
+                self._recorded = 0
                 _print(
                     "no group is left to heal from: all go on from their checkpoints, or from the beginning"
                 )
             _print(f"starting group {end.group} again")
             self._start(end.group)
 
-    def _check_lost(self) -> None:
-        """Raises when a group that has to heal, or to repeat a synchronization, has no peer left for it."""
-        stuck = self._stuck()
-        if stuck:
-            raise _lost(stuck)
-
-    def _stuck(self) -> list[int]:
-        """Returns the groups that need a peer, if all others have finished."""
-        unfinished = [number for number, group in enumerate(self._groups) if not group.finished]
-        stuck = [
-            number
-            for number in unfinished
-            for group in [self._groups[number]]
-            if group.dying or group.rejected or group.rejoining
-        ]
-        return stuck if stuck == unfinished and len(stuck) < len(self._groups) else []
+    def _stuck(self) -> Optional[int]:
+        """Returns a group that needs a peer, if all groups that do not have finished."""
+        left = [number for number, group in enumerate(self._groups) if group.dying or not group.finished]
+        if not left or len(left) == len(self._groups):
+            return None
+        return left[0] if all(self._groups[number].needs_peer for number in left) else None
 
     @property
     def kills_left(self) -> list[int]:
@@ -308,9 +285,9 @@ class Supervisor:
         return [step for step, _ in self._kills]
 
 
-def _lost(stuck: Sequence[int]) -> GroupLost:
+def _lost(number: Optional[int]) -> GroupLost:
     return GroupLost(
-        f"group {stuck[0]} cannot rejoin: the others have finished, and nobody is left to heal from"
+        f"group {number} cannot rejoin: the others have finished, and nobody is left to heal from"
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from torchft._launch import cli
+from torchft._launch import cli, replicas
 from torchft._launch.rank import pick_device, process_group
 from torchft.examples.local_sgd.checkpoint import Checkpoint
 from torchft.examples.local_sgd.data import Corpus, read_text
@@ -37,6 +38,7 @@ from torchft.examples.local_sgd.environment import check_environment
 from torchft.examples.local_sgd.model import ByteTransformer
 from torchft.examples.local_sgd.options import add_training_options, check_training_options
 from torchft.examples.local_sgd.progress import Progress
+from torchft.examples.local_sgd.rejections import NothingCommitted
 from torchft.local_sgd import LocalSGD
 from torchft.manager import Manager
 
@@ -53,6 +55,9 @@ def train(options: argparse.Namespace) -> None:
 
     Args:
         options: the options of ``add_training_options``, checked.
+
+    Raises:
+        NothingCommitted: too many synchronizations in a row were rejected.
     """
     group = int(os.environ["REPLICA_GROUP_ID"])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -70,7 +75,7 @@ def train(options: argparse.Namespace) -> None:
         shard(model, device, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 
-    progress = Progress(group, rank)
+    progress = Progress(group, rank, options.min_replicas)
     healed_at: Optional[int] = None
 
     # A group that joins late gets its state from these functions of a peer. Without the optimizer it would
@@ -119,7 +124,6 @@ def train(options: argparse.Namespace) -> None:
     attempt = 0
     progress.begin(
         min(options.steps, manager.current_step() * options.sync_every),
-        manager.current_step(),
         model,
         validate(model, corpus, options.batch_size, device),
     )
@@ -131,6 +135,7 @@ def train(options: argparse.Namespace) -> None:
         options.sync_every,
         options.offload_averaged_parameters_to_cpu,
         offload_window_mb=options.window_mb,
+        offload_allreduce_to_cpu=options.allreduce_to_cpu,
     ) as local_sgd:
         while manager.current_step() < commits:
             commit, healed_at = manager.current_step(), None
@@ -154,12 +159,14 @@ def train(options: argparse.Namespace) -> None:
             if healed_at is not None:
                 commit = healed_at
             committed = manager.current_step() > commit
+            step = min(options.steps, (commit + 1) * options.sync_every)
+            healed = healed_at is not None
+            # Raises when nothing has been committed for too long.
+            progress.synchronized(
+                manager, step, attempt, float(loss_sum / steps), committed, healed, milliseconds
+            )
             # A rejected interval is trained once more, from where it ended and on other data.
             attempt = 0 if committed else attempt + 1
-            step = min(options.steps, (commit + 1) * options.sync_every)
-            progress.synchronized(
-                manager, step, float(loss_sum / steps), committed, healed_at is not None, milliseconds
-            )
             done = manager.current_step()
             due = done % options.checkpoint_every == 0 or done == commits
             if checkpoint is not None and committed and due:
@@ -224,17 +231,24 @@ def main(argv: Sequence[str]) -> int:
         argv: the arguments.
 
     Returns:
-        0.
+        0, or 1 when nothing could be committed.
     """
     parser = cli.Parser(PROG, "LocalSGD training of one rank, under torchrun or the launcher.")
     add_training_options(parser)
     options = parser.parse_args(argv)
     check_training_options(options)
     check_environment(options.replicas)
-    group = os.environ["REPLICA_GROUP_ID"]
-    logging.basicConfig(format=f"[group {group} rank {os.environ['RANK']}] %(message)s")
+    # the launcher names its ranks itself
+    name = (
+        "" if replicas.attached() else f"[group {os.environ['REPLICA_GROUP_ID']} rank {os.environ['RANK']}] "
+    )
+    logging.basicConfig(format=name + "%(message)s")
     logging.getLogger("torchft.local_sgd").setLevel(logging.INFO)
-    train(options)
+    try:
+        train(options)
+    except NothingCommitted as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
