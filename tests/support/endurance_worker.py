@@ -31,8 +31,10 @@ from averaging_models import Parameters, bits, random_tensor
 from memory_replicas import host_bytes
 from replica_threads import Replica, run_replicas
 
+from torchft import local_sgd
 from torchft._staging.buffers import StagingBuffers
 from torchft.local_sgd import LocalSGD
+from torchft.manager import Manager
 
 SYNCHRONIZATIONS = 300
 # Before the first sample: all kinds have happened, caches and arenas are filled.
@@ -103,11 +105,25 @@ class LeakingLocalSGD(LocalSGD):
         KEPT.extend(LEAKS[leak](buffers) for leak in self.leaks)
         return buffers
 
-    def _drop_failed_collective(self) -> None:
+    def _perform_sync(self) -> None:
         if "failure" in self.leaks:
-            KEPT.append(self._manager.errored())
-        else:
-            super()._drop_failed_collective()
+            KEEPING.add(self._manager)
+        super()._perform_sync()
+
+
+# Whose failures are kept, as by somebody who does not clear their frames.
+KEEPING: set[Manager] = set()
+_drop = local_sgd.drop_failed_collective
+
+
+def _keep_or_drop(manager: Manager) -> None:
+    if manager in KEEPING:
+        KEPT.append(manager.errored())
+    else:
+        _drop(manager)
+
+
+local_sgd.drop_failed_collective = _keep_or_drop
 
 
 class RejectingProcessGroup(sim.SimulatedProcessGroupGloo):

@@ -43,7 +43,7 @@ def _main() -> None:
     for rank in ranks:
         rank.start()
     while None in (codes := [rank.exitcode for rank in ranks]) and not any(codes):
-        wait([rank.sentinel for rank, code in zip(ranks, codes) if code is None])
+        wait([rank.sentinel for rank, code in zip(ranks, codes, strict=True) if code is None])
     if any(codes):
         # The others wait for the one that failed.
         os.killpg(0, signal.SIGKILL)

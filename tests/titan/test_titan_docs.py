@@ -28,7 +28,7 @@ from torchtitan.config import ConfigManager
 from torchft._launch import child_process
 from torchft._launch.lighthouse import LighthouseProcess
 from torchft._staging.units import MIB
-from torchft.local_sgd_memory.__main__ import command
+from torchft.local_sgd_memory.__main__ import main
 from torchft.titan.config import allreduces_on_host
 from torchft.titan.trainer import FaultTolerantTrainer
 
@@ -123,7 +123,7 @@ def test_documented_memory_report(
     monkeypatch.setitem(sys.modules, "my_model", my_model)
     program, _, arguments = block("titan.rst", "local_sgd_memory").partition("local_sgd_memory ")
     assert program == "python -m torchft."
-    assert command(shlex.split(arguments)) == 0
+    assert main(shlex.split(arguments)) == 0
     report = capsys.readouterr().out
     page = prose("titan.rst")
     said = re.search(r"unsharded, and (\S+ GiB) and (\S+ MiB) with ``--shards 8``", page)
