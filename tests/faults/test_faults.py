@@ -19,8 +19,9 @@ from typing import Any
 import fault_plans
 import pytest
 import torch
-from fault_plans import KINDS, ON_HOST, BrokenInvariant, Plan, Way, run_plan
+from fault_plans import KINDS, BrokenInvariant, Plan, run_plan
 from torch import nn
+from ways import ON_HOST, Way
 
 from torchft._staging.buffers import StagingBuffers
 from torchft._staging.plan import local_shard
@@ -74,8 +75,8 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
         for kind in KINDS:
             print(f"  {kind:29} {counts[kind, False]:8} {counts[kind, True]:16}")
     failed = [
-        f"FAULT_SEED={outcome['seed']} pytest tests/faults/test_faults.py -k test_plans  # {outcome['kind']}: "
-        f"{outcome['error']}"
+        f"FAULT_SEED={outcome['seed']} pytest tests/faults/test_faults.py -k test_plans  "
+        f"# {outcome['kind']}: {outcome['error']}"
         for outcome in outcomes
         if outcome["error"]
     ]

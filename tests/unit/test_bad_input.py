@@ -10,6 +10,7 @@ from unittest.mock import create_autospec
 import pytest
 import simulated_accelerator as sim
 import torch
+import torch.distributed as dist
 from averaging_models import Parameters
 from local_manager import LocalManager, staged
 from properties import HOST, WAYS
