@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from properties import HOST, WAYS, WINDOW
 from replica_threads import Replica, run_replicas
 from torch import nn
 
@@ -46,7 +47,9 @@ class OutOfMemoryOnce(LocalSGD):
         return super()._take_memory()
 
 
-def heal_and_fail(arm: Callable[[Model, OutOfMemoryOnce], None], use_async_quorum: bool) -> list[list[float]]:
+def heal_and_fail(
+    arm: Callable[[Model, OutOfMemoryOnce], None], use_async_quorum: bool, options: dict[str, Any]
+) -> list[list[float]]:
     """Group 1 starts again with stale parameters and fails once while it heals; what both hold after that."""
 
     def body(replica: Replica) -> list[float]:
@@ -54,7 +57,8 @@ def heal_and_fail(arm: Callable[[Model, OutOfMemoryOnce], None], use_async_quoru
 
         def local_sgd(of: Replica) -> OutOfMemoryOnce:
             of.model = model
-            return OutOfMemoryOnce(of.manager, model, torch.optim.SGD(model.parameters(), lr=0.1), 1, True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return OutOfMemoryOnce(of.manager, model, optimizer, 1, True, **options)
 
         mine, successor = local_sgd(replica), None
         mine.sync()
@@ -93,16 +97,25 @@ def heal_and_fail(arm: Callable[[Model, OutOfMemoryOnce], None], use_async_quoru
     )
 
 
-@pytest.mark.parametrize("error", [pytest.param(RuntimeError, marks=pytest.mark.slow), KeyboardInterrupt])
-def test_half_loaded_state_is_not_spread(error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        pytest.param(RuntimeError, WINDOW, marks=pytest.mark.slow),
+        (KeyboardInterrupt, WINDOW),
+        (RuntimeError, HOST),
+        pytest.param(KeyboardInterrupt, HOST, marks=pytest.mark.slow),
+    ],
+)
+def test_half_loaded_state_is_not_spread(error: type[BaseException], options: dict[str, Any]) -> None:
     def arm(model: Model, _: OutOfMemoryOnce) -> None:
         model.fail_with = error
 
-    assert heal_and_fail(arm, use_async_quorum=False) == [[HEALTHY, HEALTHY]] * 2
+    assert heal_and_fail(arm, use_async_quorum=False, options=options) == [[HEALTHY, HEALTHY]] * 2
 
 
-def test_no_memory_while_an_asynchronous_quorum_heals() -> None:
+@pytest.mark.parametrize("options", WAYS)
+def test_no_memory_while_an_asynchronous_quorum_heals(options: dict[str, Any]) -> None:
     def arm(_: Model, local_sgd: OutOfMemoryOnce) -> None:
         local_sgd.out_of_memory = True
 
-    assert heal_and_fail(arm, use_async_quorum=True) == [[HEALTHY, HEALTHY]] * 2
+    assert heal_and_fail(arm, use_async_quorum=True, options=options) == [[HEALTHY, HEALTHY]] * 2

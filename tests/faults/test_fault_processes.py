@@ -18,6 +18,7 @@ from fault_groups import (
     MIDDLE,
     RANKS,
     SHAPES,
+    WINDOWS,
     Bits,
     Fault,
     FaultGroups,
@@ -26,6 +27,7 @@ from fault_groups import (
     decode,
     encode,
 )
+from ways import ON_HOST, Way
 
 from torchft.checkpointing import _serialization
 
@@ -33,16 +35,21 @@ BOTH = tuple(range(RANKS))
 
 
 class Lasting:
-    """The groups of this module: they live on from test to test unless one has left them broken."""
+    """The groups of this module: they live on from test to test unless one has left them broken.
+
+    Or unless the next test is of groups that stage in other ways.
+    """
 
     def __init__(self) -> None:
         self.groups: FaultGroups | None = None
+        self._ways: tuple[Way, ...] = ()
 
-    def get(self) -> FaultGroups:
-        if self.groups is not None and not self.groups.settled:
+    def get(self, *ways: Way) -> FaultGroups:
+        if self.groups is not None and not (self.groups.settled and self._ways == ways):
             self.close()
         if self.groups is None:
-            self.groups = FaultGroups().__enter__()
+            self._ways = ways
+            self.groups = FaultGroups(ways=ways).__enter__()
             self.groups.commit_together()
         return self.groups
 
@@ -61,7 +68,17 @@ def lasting() -> Iterator[Lasting]:
 
 @pytest.fixture
 def groups(lasting: Lasting) -> FaultGroups:
-    return lasting.get()
+    return lasting.get(*WINDOWS)
+
+
+@pytest.fixture
+def groups_on_host(lasting: Lasting) -> FaultGroups:
+    return lasting.get(ON_HOST, ON_HOST)
+
+
+@pytest.fixture
+def mixed_groups(lasting: Lasting) -> FaultGroups:
+    return lasting.get(ON_HOST, None)
 
 
 # Point, parameter, and what the other group decides; None: it may have had its averages or not.
@@ -101,10 +118,10 @@ def kill_at(
     return seen
 
 
-@pytest.mark.parametrize(("group", "ranks", "point", "index", "expected"), KILLS)
-def test_killed(
+def check_kill(
     groups: FaultGroups, group: int, ranks: tuple[int, ...], point: str, index: int, expected: str | None
 ) -> None:
+    """Requires that the other group decides as expected, and that the killed one comes back and heals."""
     seen = kill_at(groups, group, ranks, point, index)
     groups.finish(seen, 1 - group)
     decision = seen.decision(1 - group)
@@ -117,6 +134,13 @@ def test_killed(
         assert seen.decision_of(*remaining) == "took" or (ranks == (0,) and remaining in seen.failed)
     groups.kill(group)
     groups.recover(group)
+
+
+@pytest.mark.parametrize(("group", "ranks", "point", "index", "expected"), KILLS)
+def test_killed(
+    groups: FaultGroups, group: int, ranks: tuple[int, ...], point: str, index: int, expected: str | None
+) -> None:
+    check_kill(groups, group, ranks, point, index, expected)
 
 
 @pytest.mark.slow
@@ -216,6 +240,11 @@ def test_killed_while_it_heals(groups: FaultGroups) -> None:
 def test_stopped_for_longer_than_the_time_out(
     groups: FaultGroups, group: int, ranks: tuple[int, ...], how: str
 ) -> None:
+    check_stop(groups, group, ranks, how)
+
+
+def check_stop(groups: FaultGroups, group: int, ranks: tuple[int, ...], how: str) -> None:
+    """Requires that groups reject where ranks are stopped in a collective, and continued or killed later."""
     fault = Fault(group, "in_flight", "stop", ranks, MIDDLE)
     seen = groups.provoke(fault)
     groups.finish(seen, 1 - group)
@@ -265,6 +294,11 @@ def test_rank_stopped_before_its_vote_costs_its_group(groups: FaultGroups, rank:
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_rank_that_fails_in_its_collective_makes_its_group_reject(groups: FaultGroups, rank: int) -> None:
+    check_failing_rank(groups, rank)
+
+
+def check_failing_rank(groups: FaultGroups, rank: int) -> None:
+    """Requires that both groups reject where one rank fails in a collective, and go on."""
     seen = groups.provoke(Fault(rank, "in_collective", "raise", (rank,), MIDDLE))
     groups.finish(seen)
     assert [seen.decision(group) for group in range(2)] == ["kept"] * 2
@@ -310,6 +344,11 @@ def test_group_with_all_reduces_in_flight_waits_for_two_at_once(
     groups: FaultGroups, slow: int, decision: str
 ) -> None:
     """Gloo runs two at a time. Group 1, whose window holds the first two, waits for both from the start."""
+    check_two_slow_allreduces(groups, slow, decision)
+
+
+def check_two_slow_allreduces(groups: FaultGroups, slow: int, decision: str) -> None:
+    """Requires a decision of both groups where one is slow at the first two all-reduces."""
     pause = 0.6 * COLLECTIVE_TIMEOUT.total_seconds()
     faults = [Fault(slow, "before_allreduce", "sleep", index=index, seconds=pause) for index in (0, 1)]
     seen = groups.provoke(*faults)
@@ -328,3 +367,48 @@ def test_slow_rank_makes_the_votes_of_all_groups_raise(groups: FaultGroups) -> N
     for key in [(0, 0), (1, 0)]:
         assert key in seen.failed
         assert seen.after[key] == seen.before[key]
+
+
+# With a host all-reduce: at last, since the groups of other ways end here.
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks", "where"),
+    [
+        pytest.param(1, BOTH, IN_THE_MIDDLE, id="in_flight-1-0+1"),
+        pytest.param(0, (1,), IN_THE_MIDDLE, id="in_flight-0-1", marks=pytest.mark.slow),
+        pytest.param(0, (0,), BEFORE_FIRST, id="before_allreduce-0-0", marks=pytest.mark.slow),
+        pytest.param(1, (1,), BEFORE_VOTE, id="before_vote-1-1", marks=pytest.mark.slow),
+        pytest.param(0, BOTH, AFTER_VOTE, id="after_vote-0-0+1", marks=pytest.mark.slow),
+        pytest.param(1, (0,), IN_WRITE_BACK, id="in_write_back-1-0", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_beside_a_host_allreduce(
+    groups_on_host: FaultGroups, group: int, ranks: tuple[int, ...], where: tuple[str, int, str | None]
+) -> None:
+    check_kill(groups_on_host, group, ranks, *where)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_rank_that_fails_in_a_host_allreduce_makes_its_group_reject(
+    groups_on_host: FaultGroups, rank: int
+) -> None:
+    check_failing_rank(groups_on_host, rank)
+
+
+@pytest.mark.slow
+def test_group_stopped_in_a_host_allreduce_for_longer_than_the_time_out(groups_on_host: FaultGroups) -> None:
+    check_stop(groups_on_host, 0, BOTH, "continued")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1])
+def test_groups_on_host_wait_for_two_at_once(groups_on_host: FaultGroups, slow: int) -> None:
+    """As without staging: all all-reduces of a group are in flight, of which Gloo runs two at a time."""
+    check_two_slow_allreduces(groups_on_host, slow, "kept")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [0, 1])
+def test_killed_in_groups_of_both_ways(mixed_groups: FaultGroups, group: int) -> None:
+    check_kill(mixed_groups, group, BOTH, *IN_THE_MIDDLE)

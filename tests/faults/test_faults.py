@@ -19,8 +19,9 @@ from typing import Any
 import fault_plans
 import pytest
 import torch
-from fault_plans import KINDS, ON_HOST, BrokenInvariant, Plan, Way, run_plan
+from fault_plans import KINDS, BrokenInvariant, Plan, run_plan
 from torch import nn
+from ways import ON_HOST, Way
 
 from torchft._staging.buffers import StagingBuffers
 from torchft._staging.plan import local_shard

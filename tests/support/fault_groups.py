@@ -22,6 +22,7 @@ from typing import Any, Optional
 import torch
 from places import SUPPORT
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from ways import Way
 
 from torchft._launch.replicas import Exit, Message, ReplicaGroups
 
@@ -39,7 +40,10 @@ PATIENCE = 100.0
 TRIES = 3
 
 # Environment of the ranks.
-CONTROL_PORT, HOSTS = "FAULT_CONTROL_PORT", "FAULT_HOST"
+CONTROL_PORT, HOSTS, WAY = "FAULT_CONTROL_PORT", "FAULT_HOST", "FAULT_WAY"
+
+# How the groups stage: one parameter at a time in one, several in the other.
+WINDOWS: tuple[Way, ...] = (None, 0)
 
 POINTS = (
     "asks_for_quorum",
@@ -178,6 +182,7 @@ class FaultGroups:
         entering: entered while a group is started.
         lighthouse: URL of a running lighthouse; None starts one.
         env: further environment of the ranks.
+        ways: how each group stages.
 
     Attributes:
         settled: all ranks live and hold the same parameters, so that the next test may go on with them.
@@ -190,6 +195,7 @@ class FaultGroups:
         entering: Callable[[int], AbstractContextManager[object]] = nullcontext,
         lighthouse: Optional[str] = None,
         env: Optional[Mapping[str, str]] = None,
+        ways: Sequence[Way] = WINDOWS,
     ) -> None:
         self.settled = False
         self._control = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -203,6 +209,7 @@ class FaultGroups:
                 CONTROL_PORT: str(self._control.port),
                 f"{HOSTS}_CONTROL": control_host,
                 **{f"{HOSTS}_{group}": host for group, host in enumerate(hosts)},
+                **{f"{WAY}_{group}": json.dumps(way) for group, way in enumerate(ways)},
                 **(env or {}),
             },
         )

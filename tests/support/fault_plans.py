@@ -22,13 +22,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import simulated_accelerator as sim
 import torch
 from replica_threads import Replica, run_replicas
 from torch import nn
 from torch.distributed import _Work  # pyright: ignore[reportPrivateImportUsage]
+from ways import ON_HOST, Way, arguments_of
 
 from torchft._staging.buffers import StagingBuffers
 from torchft.local_sgd import LocalSGD
@@ -59,10 +60,8 @@ KINDS = (*IN_COLLECTIVE, *ELSEWHERE)
 # After these the object refuses to go on, and the group starts again.
 LOSES_GROUP = ("interrupt", "interrupt_write_back", "vote_raises", "leaves")
 
-# How a group stages: ``offload_window_mb``, or a host all-reduce.
+# MiB
 WINDOWS = (None, 0, 0.0005, 1)
-ON_HOST = "host all-reduce"
-Way = Union[float, str, None]
 
 SHAPES = ((3, 4), (5,), (), (2, 3, 4, 5), (64,), (7, 2))
 # Not dense in memory, so that a host all-reduce has a window, too.
@@ -133,11 +132,6 @@ class Plan:
             ways=tuple(ways),
             use_async_quorum=rng.random() < 0.25,
         )
-
-    def options(self, group: int) -> dict[str, Any]:
-        """Returns the arguments of LocalSGD for a group."""
-        way = self.ways[group]
-        return {"offload_allreduce_to_cpu": True} if way == ON_HOST else {"offload_window_mb": way}
 
 
 class Model(nn.Module):
@@ -377,7 +371,7 @@ class Group:
         self.model = Model(self.index)
         replica.model = self.model
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        options = self.plan.options(self.index) if self.path_is_staged else {}
+        options = arguments_of(self.plan.ways[self.index]) if self.path_is_staged else {}
         self.local_sgd = self._class(self.manager, self.model, optimizer, 1, self.path_is_staged, **options)
         self.local_sgd.group = self  # type: ignore[attr-defined]
         self._allreduce, self._vote = self.manager.allreduce, self.manager.should_commit

@@ -20,6 +20,7 @@ from fault_groups import (
     QUORUM_TIMEOUT,
     RANKS,
     SHAPES,
+    WAY,
     Fault,
     encode,
 )
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from ways import arguments_of
 
 from torchft import local_sgd
 from torchft._launch import cli
@@ -36,8 +38,7 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 GROUP, RANK = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["RANK"])
-# One parameter at a time in one group, several in the other one.
-WINDOW_MB = (None, 0)[GROUP]
+STAGING = arguments_of(json.loads(os.environ[f"{WAY}_{GROUP}"]))
 # Under which this rank's group is reached, and the parent.
 HOST, CONTROL_HOST = os.environ[f"{HOSTS}_{GROUP}"], os.environ[f"{HOSTS}_CONTROL"]
 # More than the socket buffers take: whoever reads this rank's checkpoint slowly keeps the reading open.
@@ -201,9 +202,7 @@ class Rank:
 
     def run(self, first: int) -> None:
         number = first
-        with local_sgd.LocalSGD(
-            self.manager, self.model, self.optimizer, 1, True, offload_window_mb=WINDOW_MB
-        ):
+        with local_sgd.LocalSGD(self.manager, self.model, self.optimizer, 1, True, **STAGING):
             while True:
                 self.faults.begin(number)
                 failure: Optional[Exception] = None

@@ -18,6 +18,7 @@ import torch
 from averaging_models import Parameters, bits, equal_parameters, odd_parameters, random_tensor
 from replica_threads import Replica, run_replicas
 from torch import nn
+from ways import ON_HOST, arguments_of
 
 from torchft.local_sgd import LocalSGD
 from torchft.process_group import ProcessGroupGloo
@@ -25,9 +26,8 @@ from torchft.process_group import ProcessGroupGloo
 MakeLocalSGD = Callable[..., LocalSGD]
 
 # Arguments of the two ways of staging.
-WINDOW: dict[str, Any] = {}
-HOST: dict[str, Any] = {"offload_allreduce_to_cpu": True}
-WAYS = [pytest.param(WINDOW, id="window"), pytest.param(HOST, id="host all-reduce")]
+WINDOW, HOST = arguments_of(None), arguments_of(ON_HOST)
+WAYS = [pytest.param(WINDOW, id="window"), pytest.param(HOST, id=ON_HOST)]
 
 
 def make(cls: MakeLocalSGD, replica: Replica, model: nn.Module, offload: bool, **options: Any) -> LocalSGD:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from ways import ON_HOST, Way, arguments_of
 
 from torchft import _upstream_local_sgd, local_sgd
 from torchft.local_sgd import LocalSGD
@@ -30,24 +31,18 @@ from torchft.work import _DummyWork
 
 both_ways = pytest.mark.parametrize("options", WAYS)
 
-RELEASE, STAGED, ALLREDUCE_ON_HOST = "release", "one at a time", "host all-reduce"
+RELEASE = "release"
 
 
-def options_of(way: Any) -> dict[str, Any]:
-    """Returns the arguments of LocalSGD for one of the words above, or for a window in MiB."""
-    if way == ALLREDUCE_ON_HOST:
-        return HOST
-    return {} if isinstance(way, str) else {"offload_window_mb": way}
-
-
-def averaged_bits(ways: list[Any], simulated: bool = False) -> list[list[bytes]]:
+def averaged_bits(ways: list[Way], simulated: bool = False) -> list[list[bytes]]:
     """Synchronizes one group per way four times; returns the bits of all parameters, by group."""
 
     def body(replica: Replica) -> list[bytes]:
         device = sim.device(replica.index) if simulated else "cpu"
         model = odd_parameters(replica.index + 1, device)
         way = ways[replica.index]
-        local = make(LocalSGD, replica, model, way != RELEASE, **options_of(way))
+        options = {} if way == RELEASE else arguments_of(way)
+        local = make(LocalSGD, replica, model, way != RELEASE, **options)
         for step in range(3):
             synchronize_until_commit(replica, local)
             with torch.no_grad():
@@ -69,21 +64,21 @@ def release_bits() -> dict[int, list[bytes]]:
 @pytest.mark.parametrize(
     "ways",
     [
-        [STAGED, STAGED],
-        [STAGED, RELEASE],
+        [None, None],
+        [None, RELEASE],
         [RELEASE, 0],
         [0.001, 100],
-        [ALLREDUCE_ON_HOST, ALLREDUCE_ON_HOST],
-        [ALLREDUCE_ON_HOST, RELEASE],
-        [0.001, ALLREDUCE_ON_HOST],
-        [STAGED, RELEASE, 0],
-        [RELEASE, STAGED, ALLREDUCE_ON_HOST],
-        [ALLREDUCE_ON_HOST, ALLREDUCE_ON_HOST, 0],
+        [ON_HOST, ON_HOST],
+        [ON_HOST, RELEASE],
+        [0.001, ON_HOST],
+        [None, RELEASE, 0],
+        [RELEASE, None, ON_HOST],
+        [ON_HOST, ON_HOST, 0],
     ],
     ids=str,
 )
 def test_bit_identical_to_release_and_mixed(
-    ways: list[Any], simulated: bool, release_bits: dict[int, list[bytes]]
+    ways: list[Way], simulated: bool, release_bits: dict[int, list[bytes]]
 ) -> None:
     for group in averaged_bits(ways, simulated):
         assert group == release_bits[len(ways)]

@@ -123,7 +123,7 @@ def test_one_warning_when_the_host_memory_does_not_suffice(
 ) -> None:
     ranks = 4
     # Parameters on the CPU: their window, if there is one, is host memory as well, as the report says.
-    needed = ranks * staging_memory(equal_parameters(0), allreduce_to_cpu=bool(options)).host_bytes
+    needed = ranks * staging_memory(equal_parameters(0), allreduce_to_cpu=options == HOST).host_bytes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(host_memory, "available_host_memory", lambda: needed - missing)
 
