@@ -20,7 +20,7 @@ from torchft._launch import child_process
 from torchft._launch.lighthouse import LighthouseProcess
 
 GROUPS = 2
-# Seconds; a job takes about ten. A Manager that waits in vain gives up after 60.
+# Seconds for jobs that run at once; they take about twenty. A Manager that waits in vain gives up after 60.
 LIMIT = 150
 FLAG = "--fault_tolerance.local_sgd_offload_to_cpu"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}

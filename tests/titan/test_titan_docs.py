@@ -22,7 +22,7 @@ else:
 import torch
 from docs_blocks import block, check_shown, prose
 from titan_configs import write_tokenizer
-from titan_jobs import ENVIRONMENT, GROUPS, LIMIT, check_trained, finish, records
+from titan_jobs import ENVIRONMENT, GROUPS, check_trained, finish, records
 from torchtitan.config import ConfigManager
 
 from torchft._launch import child_process
@@ -49,7 +49,6 @@ def test_documented_flags_exist() -> None:
     assert block("titan.rst", "torchft_lighthouse") == f"torchft_lighthouse --min_replicas {GROUPS}\n"
 
 
-@pytest.mark.timeout(LIMIT + 60)
 def test_documented_job(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     processes: list[subprocess.Popen[bytes]] = []
@@ -123,9 +122,14 @@ def test_documented_memory_report(
     monkeypatch.setitem(sys.modules, "my_model", my_model)
     program, _, arguments = block("titan.rst", "local_sgd_memory").partition("local_sgd_memory ")
     assert program == "python -m torchft."
-    assert main(shlex.split(arguments)) == 0
-    report = capsys.readouterr().out
+    reports = []
+    for more in ([], ["--allreduce-to-cpu"]):
+        assert main([*shlex.split(arguments), *more]) == 0
+        reports.append(capsys.readouterr().out)
+    report, on_host = reports
     page = prose("titan.rst")
     said = re.search(r"unsharded, and (\S+ GiB) and (\S+ MiB) with ``--shards 8``", page)
     assert said is not None
     assert re.search(rf"without staging +{said[1]}\n +with staging +{said[2]} ", report), report
+    assert "``gloo`` takes by default: 0 bytes of the device, and S of the host" in page
+    assert re.search(rf"with staging +0 B .*per rank +{said[1]}\n", on_host, re.DOTALL), on_host

@@ -13,9 +13,7 @@ if sys.version_info < (3, 11):
 else:
     pytest.register_assert_rewrite("titan_jobs")
 
-from titan_jobs import FLAG, GROUPS, LIMIT, Job, check_trained, run_jobs
-
-pytestmark = pytest.mark.timeout(LIMIT + 60)
+from titan_jobs import FLAG, GROUPS, Job, check_trained, run_jobs
 
 # One rank per group, two synchronizations; each test looks at some of them.
 ONE_RANK = {
