@@ -131,6 +131,9 @@ class LocalSGD(_upstream.LocalSGD):
             switch that is no bool.
     """
 
+    # Also of subclasses and stand-ins that never call __init__.
+    _offload_averaged_parameters_to_cpu = False
+
     def __init__(
         self,
         manager: Manager,
@@ -155,9 +158,10 @@ class LocalSGD(_upstream.LocalSGD):
             checks.check_parameters(model)
             checks.check_process_group(manager, model, offload_allreduce_to_cpu)
             checks.warn_of_other_optimizers(model, optimizer)
-        self._outcome = outcome.Outcome()
+        self._outcome = outcome.Outcome.of(manager)
         # Of the synchronization under way.
         self._buffers: Optional[StagingBuffers] = None
+        self._synchronizing = False
         self._plan_logged = False
         super().__init__(manager, model, optimizer, sync_every)
 
@@ -167,26 +171,33 @@ class LocalSGD(_upstream.LocalSGD):
         exc_value: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> bool:
-        if self._offload_averaged_parameters_to_cpu:
-            self._let_peers_read()
-        return super().__exit__(exc_type, exc_value, traceback)
+        try:
+            return super().__exit__(exc_type, exc_value, traceback)
+        finally:
+            if self._offload_averaged_parameters_to_cpu:
+                self._let_peers_read()
 
     # A compiled optimizer step would trace the hooks, and the Manager inside them, which nothing can.
     @_disable_dynamo
     def _step_pre_hook(
         self, _optim: optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
-        if self._offload_averaged_parameters_to_cpu and inside_another_step(_optim):
-            return
-        super()._step_pre_hook(_optim, _args, _kwargs)
+        if self._counts(_optim):
+            super()._step_pre_hook(_optim, _args, _kwargs)
 
     @_disable_dynamo
     def _step_post_hook(
         self, _optim: optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
-        if self._offload_averaged_parameters_to_cpu and inside_another_step(_optim):
-            return
-        super()._step_post_hook(_optim, _args, _kwargs)
+        if self._counts(_optim):
+            super()._step_post_hook(_optim, _args, _kwargs)
+
+    def _counts(self, optimizer: optim.Optimizer) -> bool:
+        """Whether a step whose hook asks is one of training."""
+        if not self._offload_averaged_parameters_to_cpu:
+            return True
+        # While a peer's state is loaded, an optimizer may be stepped to have a state to load into.
+        return not self._synchronizing and not inside_another_step(optimizer)
 
     def sync(self) -> None:
         """Averages the parameters across the replica groups now, whatever the step count.
@@ -204,6 +215,7 @@ class LocalSGD(_upstream.LocalSGD):
         self._let_peers_read()
         # An exception while a peer's state is taken over leaves it half loaded, with the peer's step.
         self._outcome.at = outcome.IN_QUORUM
+        self._synchronizing = True
         try:
             super().sync()
         except Exception:
@@ -211,6 +223,8 @@ class LocalSGD(_upstream.LocalSGD):
             if self._outcome.at == outcome.IN_QUORUM and outcome.quorum_is_over(self._manager):
                 self._outcome.at = None
             raise
+        finally:
+            self._synchronizing = False
         if self._outcome.at == outcome.IN_QUORUM:
             # A subclass with a _perform_sync() of its own is done.
             self._outcome.at = None
@@ -227,7 +241,8 @@ class LocalSGD(_upstream.LocalSGD):
         try:
             with self._rejecting():
                 self._buffers = self._take_memory()
-                averages = self._average()
+                averages = list(self._average())
+                checks.check_averages(self._buffers.plan, averages)
             self._outcome.at = outcome.IN_VOTE
             reduced = time.perf_counter()
             committed = self._manager.should_commit()
@@ -242,10 +257,10 @@ class LocalSGD(_upstream.LocalSGD):
             raise
         finally:
             averages = []
-            drop_failed_collective(self._manager)
             if self._buffers is not None:
                 self._buffers.release()
                 self._buffers = None
+            drop_failed_collective(self._manager)
         self._report(committed, reduced - begin, written)
 
     def _average(self) -> list[torch.Tensor]:
@@ -277,7 +292,8 @@ class LocalSGD(_upstream.LocalSGD):
         reduce = self._reduce_on_host if buffers.plan.allreduce_to_cpu else self._reduce_in_window
         for indices in buffers.plan.rounds:
             reduce(buffers, [(index, parameters[index]) for index in indices])
-        return buffers.host
+        # Another list than the one that is emptied: what a subclass does with it is its own business.
+        return list(buffers.host)
 
     def _reduce_in_window(self, buffers: StagingBuffers, parameters: list[tuple[int, torch.Tensor]]) -> None:
         in_flight = []
@@ -315,7 +331,7 @@ class LocalSGD(_upstream.LocalSGD):
         # The vote may have healed this group, and load_state_dict(assign=True) puts other Parameter objects
         # into the model: ask for them again.
         parameters = list(self._model.parameters())
-        change = checks.find_change(self._buffers.plan, parameters, averages)
+        change = checks.find_change(self._buffers.plan, parameters)
         if change is not None:
             self._outcome.at = outcome.CHANGED
             raise RuntimeError(f"the committed average can't be written back, and nothing was: {change}")
@@ -348,12 +364,11 @@ class LocalSGD(_upstream.LocalSGD):
     @contextmanager
     def _rejecting(self) -> Iterator[None]:
         """Votes no if an exception ends what comes before the vote."""
-        # Not by a subclass's own sync().
-        checked = self._outcome.at == outcome.IN_QUORUM
         self._outcome.at = outcome.BEFORE_VOTE
         try:
-            if not checked:
-                checks.check_ready(self._model)
+            # Again: healing in the quorum may have replaced parameters, and a subclass may have a sync() of
+            # its own.
+            checks.check_ready(self._model)
             yield
         except Exception as error:
             self._reject(error)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import shlex
 import shutil
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 from children import free_port
@@ -17,6 +17,7 @@ from places import BENCHMARKS, ROOT
 
 from torchft.local_sgd_bench import __main__ as local_sgd_bench
 from torchft.local_sgd_bench.results import Results
+from torchft.local_sgd_bench.worker import case_names
 
 
 def output(script: str, cwd: Path, **variables: str) -> str:
@@ -83,23 +84,35 @@ def test_bench_of_a_gpu_needs_one(tmp_path: Path) -> None:
     assert list((tmp_path / "results").iterdir()) == []
 
 
-def test_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script would take ten minutes; its options are those of the committed measurements."""
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, argparse.Namespace]:
+    """What the script, which would take ten minutes, measures: the options of the bench by file."""
     (tmp_path / "benchmarks").mkdir()
     shutil.copy(BENCHMARKS / "cpu.sh", tmp_path / "benchmarks")
     python, calls = stand_in(tmp_path)
     output(block("CONTRIBUTING.md", "bash benchmarks/cpu.sh"), tmp_path, PYTHON=str(python))
-    measured: dict[str, dict[str, Any]] = {}
+    found = {}
     monkeypatch.chdir(tmp_path)
     for call in calls.read_text().splitlines():
         _, _, m, module, *arguments = call.split()
         assert (m, module) == ("-m", "torchft.local_sgd_bench")
-        options = vars(local_sgd_bench._parse(arguments))
-        measured[options.pop("json")] = {name: options[name] for name in ("model", "window_mb")}
+        options = local_sgd_bench._parse(arguments)
+        found[options.json] = options
+    return found
+
+
+def test_measurements(measured: dict[str, argparse.Namespace]) -> None:
     assert measured.keys() == {path.name for path in BENCHMARKS.glob("cpu-*.json")}
     for name, options in measured.items():
-        results = Results.read(str(BENCHMARKS / name))
-        assert {key: results.options[key] for key in options} == options, name
+        committed = Results.read(str(BENCHMARKS / name)).options
+        for option in ("model", "window_mb"):
+            assert committed[option] == getattr(options, option), (name, option)
+
+
+@pytest.mark.xfail(strict=True, reason="the committed measurements are older than the host all-reduce")
+def test_measurements_have_all_cases(measured: dict[str, argparse.Namespace]) -> None:
+    for name, options in measured.items():
+        assert Results.read(str(BENCHMARKS / name)).cases == case_names(options)
 
 
 def test_tables_and_pictures(

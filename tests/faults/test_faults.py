@@ -75,8 +75,8 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
         for kind in KINDS:
             print(f"  {kind:29} {counts[kind, False]:8} {counts[kind, True]:16}")
     failed = [
-        f"FAULT_SEED={outcome['seed']} pytest tests/faults/test_faults.py -k test_plans  "
-        f"# {outcome['kind']}: {outcome['error']}"
+        f"FAULT_SEED={outcome['seed']} pytest tests/faults/test_faults.py -k test_plans"
+        f"  # {outcome['kind']}: {outcome['error']}"
         for outcome in outcomes
         if outcome["error"]
     ]

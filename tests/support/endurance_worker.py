@@ -35,6 +35,7 @@ from ways import ON_HOST, Way, arguments_of
 from torchft import local_sgd
 from torchft._staging.buffers import StagingBuffers
 from torchft.local_sgd import LocalSGD
+from torchft.manager import Manager
 
 SYNCHRONIZATIONS = 300
 # Before the first sample: all kinds have happened, caches and arenas are filled.
@@ -107,17 +108,25 @@ class LeakingLocalSGD(LocalSGD):
         KEPT.extend(LEAKS[leak](buffers) for leak in self.leaks)
         return buffers
 
-    def keep_failures(self) -> None:
-        """Keeps exceptions of collectives, with their frames, from now on."""
-        drop = local_sgd.drop_failed_collective
+    def _perform_sync(self) -> None:
+        if "failure" in self.leaks:
+            KEEPING.add(self._manager)
+        super()._perform_sync()
 
-        def keep(manager: Any) -> None:
-            if manager is self._manager:
-                KEPT.append(manager.errored())
-            else:
-                drop(manager)
 
-        local_sgd.drop_failed_collective = keep
+# Whose failures are kept, as by somebody who does not clear their frames.
+KEEPING: set[Manager] = set()
+_drop = local_sgd.drop_failed_collective
+
+
+def _keep_or_drop(manager: Manager) -> None:
+    if manager in KEEPING:
+        KEPT.append(manager.errored())
+    else:
+        _drop(manager)
+
+
+local_sgd.drop_failed_collective = _keep_or_drop
 
 
 class RejectingProcessGroup(sim.SimulatedProcessGroupGloo):
@@ -242,8 +251,6 @@ class Group:
         )
         if isinstance(self.local_sgd, LeakingLocalSGD):
             self.local_sgd.leaks = leaks
-            if "failure" in leaks:
-                self.local_sgd.keep_failures()
         self._vote = replica.manager.should_commit
         replica.manager.should_commit = self._vote_as_planned  # type: ignore[method-assign]
         self._reports_error = False

@@ -1,4 +1,4 @@
-"""Jobs of two replica groups, each rank a process that runs titan_launcher.py."""
+"""TorchTitan jobs of two replica groups on the CPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from torchft._launch import child_process
 from torchft._launch.lighthouse import LighthouseProcess
 
 GROUPS = 2
-# Seconds for one job; it takes about ten. A Manager that waits in vain gives up after 60.
+# Seconds for jobs that run at once; they take about twenty. A Manager that waits in vain gives up after 60.
 LIMIT = 150
 FLAG = "--fault_tolerance.local_sgd_offload_to_cpu"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -50,83 +51,82 @@ class RankRecord:
 Job = list[list[RankRecord]]
 
 
-def run_job(folder: Path, config: str, ranks: int, sync_steps: int, steps: int, *flags: str) -> Job:
-    """Trains all groups to the end; fails with the end of a rank's log when a rank fails.
+def run_jobs(
+    folder: Path, jobs: dict[str, list[str]], *, ranks: int, sync_steps: int, steps: int
+) -> dict[str, Job]:
+    """Trains all groups of all jobs to the end, at once; fails with the end of the logs when a rank fails.
 
     Args:
-        folder: for everything that the job writes.
-        config: a configuration of titan_configs.py.
+        folder: gets a folder for each job, with the logs.
+        jobs: by name: a configuration of titan_configs.py, and more of TorchTitan's command line.
         ranks: ranks per replica group.
         sync_steps: optimizer steps between synchronizations.
         steps: optimizer steps.
-        flags: more of TorchTitan's command line.
     """
-    write_tokenizer(folder)
-    processes: dict[Path, subprocess.Popen[bytes]] = {}
     stores = []
+    plan: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(LighthouseProcess(min_replicas=GROUPS))
-        stack.callback(lambda: child_process.stop(list(processes.values())))
-        for group in range(GROUPS):
-            # As under torchrun: this process holds the store of a group, on a port that is free for sure.
-            store = TCPStore(
-                "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT)
-            )
-            stores.append(store)
-            for rank in range(ranks):
-                name = folder / f"group{group}_rank{rank}"
-                log = stack.enter_context(open(f"{name}.log", "wb"))
-                processes[name] = child_process.spawn(
-                    [
-                        *["-m", "titan_launcher", "--module", "titan_configs", "--config", config],
-                        *["--hf_assets_path", str(folder), "--dump_folder", f"{folder}/dump{group}"],
-                        *["--training.steps", str(steps), "--debug.seed", "0", "--checkpoint.enable"],
-                        "--profiler.no-enable_profiling",
-                        *["--fault_tolerance.replica_id", str(group)],
-                        *["--fault_tolerance.group_size", str(GROUPS)],
-                        *["--fault_tolerance.min_replica_size", str(GROUPS)],
-                        *["--fault_tolerance.process_group", "gloo"],
-                        *["--fault_tolerance.process_group_timeout_ms", "60000"],
-                        *["--fault_tolerance.semi_sync_method", "local_sgd"],
-                        *["--fault_tolerance.sync_steps", str(sync_steps)],
-                        *flags,
-                    ],
-                    env={
-                        **os.environ,
-                        "PYTHONPATH": str(SUPPORT),
-                        "OMP_NUM_THREADS": "1",
-                        "TORCHFT_LIGHTHOUSE": lighthouse.address,
-                        "TITAN_RECORD": str(folder / f"group{group}"),
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(ranks),
-                        "MASTER_ADDR": "localhost",
-                        "MASTER_PORT": str(store.port),
-                        "TORCHELASTIC_USE_AGENT_STORE": "True",
-                        "TORCHELASTIC_RESTART_COUNT": "0",
-                    },
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
+        for job, (config, *flags) in jobs.items():
+            home = folder / job
+            home.mkdir()
+            write_tokenizer(home)
+            lighthouse = stack.enter_context(LighthouseProcess(min_replicas=GROUPS))
+            for group in range(GROUPS):
+                # As under torchrun: this process holds the store of a group, on a port that is free for sure.
+                store = TCPStore(
+                    "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT)
                 )
-        finish(processes)
-    return records(folder, ranks)
+                stores.append(store)
+                plan += [
+                    {
+                        "arguments": [
+                            *["--module", "titan_configs", "--config", config],
+                            *["--hf_assets_path", str(home), "--dump_folder", f"{home}/dump{group}"],
+                            *["--training.steps", str(steps), "--debug.seed", "0", "--checkpoint.enable"],
+                            "--profiler.no-enable_profiling",
+                            *["--fault_tolerance.replica_id", str(group)],
+                            *["--fault_tolerance.group_size", str(GROUPS)],
+                            *["--fault_tolerance.min_replica_size", str(GROUPS)],
+                            *["--fault_tolerance.process_group", "gloo"],
+                            *["--fault_tolerance.process_group_timeout_ms", "60000"],
+                            *["--fault_tolerance.semi_sync_method", "local_sgd"],
+                            *["--fault_tolerance.sync_steps", str(sync_steps)],
+                            *flags,
+                        ],
+                        "environment": {
+                            "TORCHFT_LIGHTHOUSE": lighthouse.address,
+                            "TITAN_RECORD": str(home / f"group{group}"),
+                            "RANK": str(rank),
+                            "LOCAL_RANK": str(rank),
+                            "WORLD_SIZE": str(ranks),
+                            "MASTER_ADDR": "localhost",
+                            "MASTER_PORT": str(store.port),
+                            "TORCHELASTIC_USE_AGENT_STORE": "True",
+                            "TORCHELASTIC_RESTART_COUNT": "0",
+                        },
+                        "log": str(home / f"group{group}_rank{rank}.log"),
+                    }
+                    for rank in range(ranks)
+                ]
+        (folder / "ranks.json").write_text(json.dumps(plan))
+        log = stack.enter_context(open(folder / "start.log", "wb"))
+        process = child_process.spawn(
+            ["-m", "titan_ranks", str(folder / "ranks.json")], env=ENVIRONMENT, stdout=log, stderr=log
+        )
+        stack.callback(lambda: child_process.stop([process]))
+        finish([process], folder)
+    return {job: records(folder / job, ranks) for job in jobs}
 
 
-def finish(processes: dict[Path, subprocess.Popen[bytes]]) -> None:
-    """Waits for all processes; fails with the end of the log as soon as one of them fails.
-
-    Args:
-        processes: each with its log file, without the suffix.
-    """
+def finish(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Waits for all processes; fails with the end of all logs in ``folder`` as soon as one of them fails."""
     deadline = time.monotonic() + LIMIT
-    while any(process.poll() is None for process in processes.values()):
-        # Not one after the other: a rank that fails leaves the others waiting for it.
-        for name, process in processes.items():
-            assert process.poll() in (None, 0), f"{name} failed:\n{_log(name)}"
-        assert time.monotonic() < deadline, "\n".join(f"{name} hangs:\n{_log(name)}" for name in processes)
+    # Not one after the other: one that fails leaves the others waiting for it.
+    while any(process.poll() is None for process in processes):
+        assert time.monotonic() < deadline, f"hangs:\n{_logs(folder)}"
+        assert all(process.returncode in (None, 0) for process in processes), _logs(folder)
         time.sleep(0.1)
-    for name, process in processes.items():
-        assert process.returncode == 0, f"{name} failed:\n{_log(name)}"
+    assert all(process.returncode == 0 for process in processes), _logs(folder)
 
 
 def records(folder: Path, ranks: int) -> Job:
@@ -137,8 +137,9 @@ def records(folder: Path, ranks: int) -> Job:
     ]
 
 
-def _log(name: Path) -> str:
-    return Path(f"{name}.log").read_text(errors="replace")[-4000:]
+def _logs(folder: Path) -> str:
+    logs = sorted(folder.rglob("*.log"))
+    return "\n".join(f"{log}:\n{log.read_text(errors='replace')[-4000:]}" for log in logs)
 
 
 def check_trained(job: Job, steps: int, synchronizations: int) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import ast
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
 if sys.version_info < (3, 11):
     pytest.skip("TorchTitan needs Python 3.11", allow_module_level=True)
@@ -21,13 +20,15 @@ from torchtitan.experiments.torchft.llama3 import config_registry as titan_regis
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer as TitanTrainer
 
 from torchft.titan import config_registry
-from torchft.titan.config import FaultTolerance
+from torchft.titan.config import FaultTolerance, allreduces_on_host, check_fault_tolerance
 from torchft.titan.trainer import FaultTolerantTrainer, with_local_sgd_offload
 
 DEBUG_MODEL = ["--module", "torchft.titan", "--config", "llama3_torchft_debugmodel"]
 LOCAL_SGD = ["--fault_tolerance.semi_sync_method", "local_sgd"]
 FLAG = "--fault_tolerance.local_sgd_offload_to_cpu"
 WINDOW = "--fault_tolerance.local_sgd_offload_window_mb"
+ON_HOST = "--fault_tolerance.local_sgd_offload_allreduce_to_cpu"
+PROCESS_GROUP = "--fault_tolerance.process_group"
 
 
 def parse(*arguments: str) -> Any:
@@ -36,7 +37,8 @@ def parse(*arguments: str) -> Any:
 
 def test_titan_has_no_such_field_itself() -> None:
     theirs = {each.name for each in fields(TitanFaultTolerance)}
-    ours = {"local_sgd_offload_to_cpu", "local_sgd_offload_window_mb"}
+    ours = {each.name for each in fields(FaultTolerance) if each.name.startswith("local_sgd_offload_")}
+    assert len(ours) == 3
     assert not theirs & ours, (
         f"this TorchTitan has {sorted(theirs & ours)} in its own FaultTolerance: torchft.titan can step "
         "aside. Compare its behavior with docs/source/titan.rst, then remove torchft/titan, its tests and "
@@ -48,6 +50,7 @@ def test_flag_is_off_by_default() -> None:
     section = parse().fault_tolerance
     assert section.local_sgd_offload_to_cpu is False
     assert section.local_sgd_offload_window_mb is None
+    assert section.local_sgd_offload_allreduce_to_cpu is None
 
 
 def test_command_line_sets_the_flag() -> None:
@@ -58,7 +61,36 @@ def test_command_line_sets_the_flag() -> None:
     assert config._owner is FaultTolerantTrainer
 
 
-def test_help_shows_both_fields(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "on_host"),
+    [
+        (["gloo"], True),
+        (["gloo", ON_HOST, "None"], True),
+        (["gloo", ON_HOST, "True"], True),
+        (["gloo", ON_HOST, "False"], False),
+        (["gloo", ON_HOST, "False", WINDOW, "8"], False),
+        (["gloo", WINDOW, "0"], False),
+        (["nccl"], False),
+        (["nccl", ON_HOST, "False"], False),
+        (["nccl", WINDOW, "0"], False),
+        (["mccl"], False),
+    ],
+)
+def test_allreduce_on_the_host_by_default_where_it_can_be(arguments: list[str], on_host: bool) -> None:
+    section = parse(*LOCAL_SGD, FLAG, PROCESS_GROUP, *arguments).fault_tolerance
+    check_fault_tolerance(section, 1)
+    assert allreduces_on_host(section) is on_host
+
+
+@pytest.mark.parametrize("spelling", [[ON_HOST], [ON_HOST.replace(".local", ".no-local")], [ON_HOST, "true"]])
+def test_allreduce_on_the_host_takes_a_word(spelling: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(*LOCAL_SGD, FLAG, *spelling)
+    assert end.value.code == 2
+    assert "local-sgd-offload-allreduce-to-cpu" in capsys.readouterr().err
+
+
+def test_help_shows_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse("--help")
     assert end.value.code == 0
@@ -67,6 +99,8 @@ def test_help_shows_both_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Keep averaged parameters on the host until the replica groups have voted" in text
     assert "--fault-tolerance.local-sgd-offload-window-mb" in text
     assert "Accelerator memory, in MiB per device" in text
+    assert "--fault-tolerance.local-sgd-offload-allreduce-to-cpu {None,True,False}" in text
+    assert "Reduce the copies on the host themselves" in text
 
 
 def test_registry_has_each_configuration_of_titan_with_its_values() -> None:
@@ -92,24 +126,14 @@ def test_unknown_configuration_lists_the_known_ones() -> None:
         ConfigManager().parse_args(["--module", "torchft.titan", "--config", "nope"])
 
 
-def test_import_error_of_the_registry_is_not_swallowed(tmp_path: Path) -> None:
+def test_import_error_of_the_registry_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     # A TorchTitan without its TorchFT experiment, as another release may be.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['torchtitan.experiments.torchft.llama3'] = None\n"
-    )
-    code = "from torchtitan.config import ConfigManager; import sys; ConfigManager().parse_args(sys.argv[1:])"
-    run = subprocess.run(
-        [sys.executable, "-c", code, *DEBUG_MODEL],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 1
-    last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: torchft.titan can't be imported: ")
-    assert "torchtitan.experiments.torchft.llama3" in last
-    assert "torchft[titan]" in last
+    monkeypatch.setitem(sys.modules, "torchtitan.experiments.torchft.llama3", None)
+    monkeypatch.delitem(sys.modules, "torchft.titan.config_registry")
+    with pytest.raises(
+        RuntimeError, match=r"^torchft\.titan can't be imported: .*torchft\.llama3.*torchft\[titan\]"
+    ):
+        parse()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +144,13 @@ def test_import_error_of_the_registry_is_not_swallowed(tmp_path: Path) -> None:
         ([*LOCAL_SGD, "--fault_tolerance.no-enable", FLAG], "pass --fault_tolerance.enable as well"),
         ([*LOCAL_SGD, "--parallelism.pipeline_parallel_degree", "2", FLAG], "pipeline_parallel_degree is 2"),
         ([*LOCAL_SGD, WINDOW, "8"], "window_mb is 8.0, which needs CPU staging"),
+        ([*LOCAL_SGD, ON_HOST, "True"], "allreduce_to_cpu is True, which needs CPU staging"),
+        ([*LOCAL_SGD, ON_HOST, "False"], "allreduce_to_cpu is False, which needs CPU staging"),
+        ([*LOCAL_SGD, FLAG, ON_HOST, "True", WINDOW, "8"], "no window, .*window_mb is 8.0: pass one of them"),
+        (
+            [*LOCAL_SGD, FLAG, ON_HOST, "True", PROCESS_GROUP, "nccl"],
+            "process_group is 'nccl': pass --.* gloo, or leave it out",
+        ),
         ([*LOCAL_SGD, FLAG, WINDOW, "-1"], "window_mb.*0 or more, got -1"),
         ([*LOCAL_SGD, FLAG, WINDOW, "nan"], "window_mb.*0 or more, got nan"),
     ],
@@ -145,6 +176,7 @@ class Reached(Exception):
         ["--parallelism.pipeline_parallel_degree", "2"],
         [*LOCAL_SGD],
         [*LOCAL_SGD, FLAG],
+        [*LOCAL_SGD, FLAG, PROCESS_GROUP, "nccl"],
         ["--fault_tolerance.semi_sync_method", "Local_SGD", FLAG, WINDOW, "0"],
     ],
 )
@@ -207,5 +239,11 @@ def test_helper_refuses_what_it_would_truncate(make: Callable[[], Any], message:
 
 
 def test_rest_of_the_package_does_not_import_titan() -> None:
-    code = "import sys, torchft.local_sgd; sys.exit(any('titan' in name for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    package = ROOT / "torchft"
+    importers = {
+        path.relative_to(package).parts[0]
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and "titan" in ast.unparse(node)
+    }
+    assert importers == {"titan"}

@@ -13,15 +13,29 @@ if sys.version_info < (3, 11):
 else:
     pytest.register_assert_rewrite("titan_jobs")
 
-from titan_jobs import FLAG, GROUPS, LIMIT, Job, check_trained, run_job
+from titan_jobs import FLAG, GROUPS, Job, check_trained, run_jobs
 
-pytestmark = pytest.mark.timeout(2 * LIMIT + 60)
+# One rank per group, two synchronizations; each test looks at some of them.
+ONE_RANK = {
+    "titan": ["titan"],
+    "off": ["staging"],
+    "host": ["staging", FLAG],
+    "one_at_a_time": ["staging", FLAG, "--fault_tolerance.local_sgd_offload_allreduce_to_cpu", "False"],
+    "window": ["staging", FLAG, "--fault_tolerance.local_sgd_offload_window_mb", "0.5"],
+}
+# What the log says of a plan.
+ON_HOST = "CPU staging is on: 21 parameters reduced on the host; "
+ROUNDS = "CPU staging is on: 21 parameters in {} rounds; "
 
 
 @pytest.fixture(scope="module")
-def one_rank_off(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Groups of one rank, two synchronizations; two tests compare with it."""
-    return run_job(tmp_path_factory.mktemp("off"), "staging", 1, 2, 4)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def jobs(folder: Path) -> dict[str, Job]:
+    return run_jobs(folder, ONE_RANK, ranks=1, sync_steps=2, steps=4)
 
 
 def check_same_results(job: Job, other: Job) -> None:
@@ -39,31 +53,48 @@ def given(job: Job) -> list[dict[str, Any]]:
     ]
 
 
-def test_flag_off_is_titans_own_trainer(one_rank_off: Job, tmp_path: Path) -> None:
-    theirs = run_job(tmp_path, "titan", 1, 2, 4)
-    check_trained(one_rank_off, steps=4, synchronizations=2)
-    check_same_results(one_rank_off, theirs)
-    assert given(one_rank_off) == given(theirs) == [{}] * GROUPS
+def check_logged(folder: Path, plan: str, ranks: int) -> None:
+    logs = [log.read_text(errors="replace") for log in folder.glob("*.log")]
+    assert len(logs) == ranks * GROUPS
+    for log in logs:
+        assert log.count("CPU staging is on: ") == log.count(plan) == 1
 
 
-def test_one_rank(one_rank_off: Job, tmp_path: Path) -> None:
-    on = run_job(tmp_path, "staging", 1, 2, 4, FLAG, "--fault_tolerance.local_sgd_offload_window_mb", "0.5")
-    check_trained(on, steps=4, synchronizations=2)
-    check_same_results(on, one_rank_off)
-    assert given(on) == [{"offload_averaged_parameters_to_cpu": True, "offload_window_mb": 0.5}] * GROUPS
+def test_flag_off_is_titans_own_trainer(jobs: dict[str, Job], folder: Path) -> None:
+    check_trained(jobs["off"], steps=4, synchronizations=2)
+    check_same_results(jobs["off"], jobs["titan"])
+    assert given(jobs["off"]) == given(jobs["titan"]) == [{}] * GROUPS
+    assert "CPU staging is on" not in (folder / "off" / "group0_rank0.log").read_text(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "on_host", "plan"),
+    [
+        ("host", None, True, ON_HOST),
+        ("one_at_a_time", None, False, ROUNDS.format(21)),
+        ("window", 0.5, False, ROUNDS.format(1)),
+    ],
+)
+def test_flag(
+    jobs: dict[str, Job], folder: Path, name: str, window: float | None, on_host: bool, plan: str
+) -> None:
+    check_trained(jobs[name], steps=4, synchronizations=2)
+    check_same_results(jobs[name], jobs["off"])
+    switches = {
+        "offload_averaged_parameters_to_cpu": True,
+        "offload_window_mb": window,
+        "offload_allreduce_to_cpu": on_host,
+    }
+    assert given(jobs[name]) == [switches] * GROUPS
+    check_logged(folder / name, plan, ranks=1)
 
 
 @pytest.mark.slow
 def test_two_ranks_and_a_synchronization_each_step(tmp_path: Path) -> None:
-    jobs = {}
-    for name, flags in {"off": [], "on": [FLAG]}.items():
-        (tmp_path / name).mkdir()
-        jobs[name] = run_job(tmp_path / name, "staging", 2, 1, 3, *flags)
-        check_trained(jobs[name], steps=3, synchronizations=3)
-    check_same_results(jobs["on"], jobs["off"])
-    assert given(jobs["off"]) == [{}] * 2 * GROUPS
-    assert given(jobs["on"]) == (
-        [{"offload_averaged_parameters_to_cpu": True, "offload_window_mb": None}] * 2 * GROUPS
-    )
+    jobs = run_jobs(tmp_path, {"off": ["staging"], "host": ["staging", FLAG]}, ranks=2, sync_steps=1, steps=3)
+    for job in jobs.values():
+        check_trained(job, steps=3, synchronizations=3)
+    check_same_results(jobs["host"], jobs["off"])
+    check_logged(tmp_path / "host", ON_HOST, ranks=2)
     # Two shards of one model, not two copies.
-    assert jobs["on"][0][0].norms != jobs["on"][0][1].norms
+    assert jobs["host"][0][0].norms != jobs["host"][0][1].norms

@@ -48,24 +48,15 @@ def test_tied_weights_count_once() -> None:
     assert staging_memory(model).tensors == len(tied) - 1 == len(list(model.parameters()))
 
 
-def on_simulated_device(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the parameter does; ``.to()`` makes what is strided dense."""
-    storage = parameter.detach().new_empty(parameter.untyped_storage().nbytes() // parameter.element_size())
-    on_device = storage.to(sim.device()).as_strided(parameter.shape, parameter.stride())
-    return on_device.copy_(parameter.detach())
-
-
-@pytest.mark.parametrize("on_accelerator", [False, True])
+@pytest.mark.parametrize("device", ["cpu", sim.device()])
 @pytest.mark.parametrize(
     ("window_mb", "allreduce_to_cpu"), [(None, False), (0, False), (0.0005, False), (1, False), (None, True)]
 )
 def test_report_is_what_the_buffers_take(
-    window_mb: float | None, allreduce_to_cpu: bool, on_accelerator: bool
+    window_mb: float | None, allreduce_to_cpu: bool, device: torch.device | str
 ) -> None:
     # Parameters of every layout and dtype; on the CPU the window is host memory as well.
-    model: nn.Module = odd_parameters(0)
-    if on_accelerator:
-        model = Parameters(map(on_simulated_device, model.parameters()))
+    model = odd_parameters(0, device)
     report = staging_memory(model, offload_window_mb=window_mb, allreduce_to_cpu=allreduce_to_cpu)
     layouts = [ShardLayout.of(parameter) for parameter in model.parameters()]
     window_bytes = None if window_mb is None else int(window_mb * MIB)
@@ -75,7 +66,7 @@ def test_report_is_what_the_buffers_take(
     host = sum(tensor.nbytes for tensor in buffers.host)
     assert report.by_device[0].window_bytes == window
     assert report.rounds == len(buffers.plan.rounds)
-    if on_accelerator:
+    if device != "cpu":
         assert report.device_bytes_staged == sim.memory().alive - entry == window
         assert report.host_bytes == host
         # With a host all-reduce only what is strided has a place there, the larger one 4 x 4 x 6 floats.
@@ -116,7 +107,7 @@ def test_planned_conversion_and_move_are_those_of_to(allreduce_to_cpu: bool) -> 
     assert figures(model, device=device) == figures(to(device))
     assert figures(model, device=torch.device("cpu")) == figures(model)
     # On the device, where it matters what is strided still.
-    strided = Parameters(map(on_simulated_device, model.parameters()))
+    strided = odd_parameters(0, device)
     converted = Parameters(parameter.detach().to(dtype) for parameter in strided.parameters())
     assert figures(strided, dtype=dtype) == figures(converted)
 

@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 import torch
 from torch import nn, optim
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import Backend
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -41,12 +42,17 @@ def window_bytes(offload_window_mb: Optional[float], offload: bool) -> Optional[
     """
     if offload_window_mb is None:
         return None
-    if (
-        isinstance(offload_window_mb, bool)
-        or not isinstance(offload_window_mb, numbers.Real)
-        or not math.isfinite(offload_window_mb)
-        or offload_window_mb < 0
-    ):
+    # As Python's own number: those of NumPy may overflow, and wrap around to a negative window.
+    mebibytes = math.nan
+    if isinstance(offload_window_mb, numbers.Integral) and not isinstance(offload_window_mb, bool):
+        mebibytes = int(offload_window_mb)
+    elif isinstance(offload_window_mb, numbers.Real) and not isinstance(offload_window_mb, bool):
+        try:
+            mebibytes = float(offload_window_mb)
+        except OverflowError:
+            mebibytes = sys.maxsize if offload_window_mb > 0 else -1
+    # nan compares false with everything
+    if not 0 <= mebibytes < math.inf:
         raise ValueError(
             f"offload_window_mb must be None or a number of MiB, 0 or more, got {offload_window_mb!r}"
         )
@@ -55,7 +61,7 @@ def window_bytes(offload_window_mb: Optional[float], offload: bool) -> Optional[
             f"offload_window_mb={offload_window_mb!r} needs offload_averaged_parameters_to_cpu=True"
         )
     # No memory is larger, and a float that is too large has no whole number.
-    return sys.maxsize if offload_window_mb >= sys.maxsize // MIB else int(offload_window_mb * MIB)
+    return sys.maxsize if mebibytes >= sys.maxsize // MIB else int(mebibytes * MIB)
 
 
 def check_allreduce_to_cpu(offload_allreduce_to_cpu: bool, offload: bool, window_mb: Optional[float]) -> None:
@@ -273,7 +279,7 @@ def _problem(shard: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
             f"of shape {tuple(shard.shape)} and strides {shard.stride()} is expanded: several elements share "
             "one memory location and can't be written; make it contiguous()"
         )
-    if is_traceable_wrapper_subclass(shard) and not _is_one_tensor(shard):
+    if _is_made_of_others(shard) and not _is_one_tensor(shard):
         return (
             f"is a {type(shard).__name__}, which is not shown to hold one {dtype} tensor of shape "
             f"{tuple(shard.shape)} and no other: its average can't be written back. Convert the model after "
@@ -282,14 +288,27 @@ def _problem(shard: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
     return None
 
 
+def _is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a subclass that hands its operators on to other tensors."""
+    # Fake tensors and devices written in Python are that, too, and stand for a single tensor.
+    return (
+        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        and not isinstance(tensor, FakeTensor)
+        and tensor.device.type != torch._C._get_privateuse1_backend_name()
+    ) or is_traceable_wrapper_subclass(tensor)
+
+
 def _is_one_tensor(wrapper: Any) -> bool:
     """Whether a wrapper subclass holds one plain tensor of its own shape, dtype and memory order, no more."""
+    if not is_traceable_wrapper_subclass(wrapper):
+        # Nothing says what is inside.
+        return False
     # Of several tensors a copy is carried out one by one, and the last one wins.
     names = wrapper.__tensor_flatten__()[0]
     held: Any = getattr(wrapper, names[0], None) if len(names) == 1 else None
     if not isinstance(held, torch.Tensor) or _description(held) != _description(wrapper):
         return False
-    return not is_traceable_wrapper_subclass(held) or _is_one_tensor(held)
+    return not _is_made_of_others(held) or _is_one_tensor(held)
 
 
 def _description(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -299,36 +318,45 @@ def _description(tensor: torch.Tensor) -> tuple[object, ...]:
 # Parameters, after the vote
 
 
-def find_change(
-    plan: StagingPlan, parameters: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]
-) -> Optional[str]:
-    """Says whether averages can't be written back, since the parameters are others than those averaged.
+def check_averages(plan: StagingPlan, averages: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError, before the vote, for averages that are not one per parameter of its shape."""
+    if len(averages) != len(plan.layouts):
+        raise ValueError(
+            f"_average() returned {len(averages)} averages of {len(plan.layouts)} parameters: return one for "
+            "each of model.parameters(), in its order"
+        )
+    for index, (layout, average) in enumerate(zip(plan.layouts, averages, strict=True)):
+        if tuple(average.shape) != layout.shape:
+            raise ValueError(
+                f"_average() returned a tensor of shape {tuple(average.shape)} for parameter number {index}, "
+                f"whose shape on this rank is {layout.shape}"
+            )
+
+
+def find_change(plan: StagingPlan, parameters: Sequence[torch.Tensor]) -> Optional[str]:
+    """Says whether the parameters are others than those that were averaged.
 
     Args:
         plan: of the synchronization.
         parameters: what the model has now.
-        averages: what is to be written into them.
 
     Returns:
         What differs, or None.
     """
-    counts = {len(plan.layouts), len(parameters), len(averages)}
-    if len(counts) > 1:
+    if len(parameters) != len(plan.layouts):
         return (
             f"the model had {len(plan.layouts)} parameters when the synchronization began and has "
-            f"{len(parameters)} now, for {len(averages)} averages"
+            f"{len(parameters)} now"
         )
-    for index, (layout, parameter, average) in enumerate(
-        zip(plan.layouts, parameters, averages, strict=True)
-    ):
+    for index, (layout, parameter) in enumerate(zip(plan.layouts, parameters, strict=True)):
         shard = local_shard(parameter)
         if (tuple(shard.shape), shard.dtype) != (layout.shape, layout.dtype):
             return (
                 f"parameter number {index} was {layout.dtype} of shape {layout.shape} when the "
                 f"synchronization began and is {shard.dtype} of shape {tuple(shard.shape)} now"
             )
-        if tuple(average.shape) != layout.shape:
-            return f"the average of parameter {index} has shape {tuple(average.shape)}, not {layout.shape}"
+        if shard.device.type == "meta":
+            return f"parameter number {index} is on the meta device now and has no values"
     return None
 
 

@@ -6,18 +6,21 @@ written into a shard beside an unsharded copy is not in that copy, from which FS
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 _FSDP1_ADVICE = (
     "synchronize right after an optimizer step, before the next forward pass; a forward and backward pass "
-    "shards it again, a forward pass alone, as for a validation, does not"
+    "shards it again, a forward pass alone, as for a validation, does not. Keep what only runs forward, such "
+    "as a frozen teacher, out of the module that LocalSGD gets"
 )
 _FSDP2_ADVICE = (
     "call reshard() on its FSDP module before the synchronization, or let the last microbatch reshard again "
@@ -29,14 +32,15 @@ def find_unsharded(model: Any, parameters: Sequence[torch.Tensor]) -> Optional[t
     """Looks for a parameter that FSDP holds unsharded.
 
     Args:
-        model: the module that is synchronized; anything but an ``nn.Module`` has no FSDP1 inside.
+        model: what is synchronized, or an adapter of it.
         parameters: what its ``parameters()`` returns now.
 
     Returns:
         The index of the first one and what to do about it; None where all are as they are trained.
     """
     numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-    for unsharded, advice in ((_unsharded_fsdp2(), _FSDP2_ADVICE), (_unsharded_fsdp1(model), _FSDP1_ADVICE)):
+    fsdp1 = _unsharded_fsdp1(_fsdp1_modules(model, parameters))
+    for unsharded, advice in ((_unsharded_fsdp2(), _FSDP2_ADVICE), (fsdp1, _FSDP1_ADVICE)):
         found = sorted(numbers[id(each)] for each in unsharded if id(each) in numbers)
         if found:
             return found[0], advice
@@ -68,12 +72,18 @@ def _parameter_groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _unsharded_fsdp1(model: Any) -> Iterator[torch.Tensor]:
-    if not isinstance(model, nn.Module):
-        return
-    for module in model.modules():
-        if not isinstance(module, FullyShardedDataParallel):
-            continue
+def _fsdp1_modules(model: Any, parameters: Sequence[torch.Tensor]) -> list[FullyShardedDataParallel]:
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.fsdp_modules(model)
+    # FSDP1 marks what it holds, and registers plain tensors while that is unsharded.
+    if not any(is_flattened(each) or not isinstance(each, nn.Parameter) for each in parameters):
+        return []
+    # The wrapper may be around the model, or hidden inside an adapter, and nothing else leads to it.
+    return [found for found in gc.get_objects() if issubclass(type(found), FullyShardedDataParallel)]
+
+
+def _unsharded_fsdp1(modules: Iterable[FullyShardedDataParallel]) -> Iterator[torch.Tensor]:
+    for module in modules:
         handle = module._handle
         if handle is None or not handle.uses_sharded_strategy or not _holds_unsharded(handle):
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from typing import Any, Optional
+from weakref import WeakKeyDictionary
 
 from torchft._staging.frames import failure_of
 
@@ -24,7 +25,7 @@ _USUAL_CAUSES = (
 
 
 class Outcome:
-    """What is known of this rank's synchronizations.
+    """What is known of the synchronizations of a Manager, by whichever LocalSGD.
 
     Attributes:
         at: where the synchronization under way is, or where one was left by an exception with nobody knowing
@@ -35,6 +36,19 @@ class Outcome:
     def __init__(self) -> None:
         self.at: Optional[str] = None
         self._rejections = 0
+
+    @classmethod
+    def of(cls, manager: Any) -> Outcome:
+        """Returns the outcome that belongs to a Manager.
+
+        A script that catches an exception and makes another LocalSGD goes on with the same Manager and the
+        same, perhaps torn, model.
+        """
+        try:
+            return _OUTCOMES.setdefault(manager, cls())
+        except TypeError:
+            # A stand-in that has no hash or can't be referred to weakly.
+            return cls()
 
     def check(self, *under_way: str) -> None:
         """Refuses another synchronization after one that was left.
@@ -80,6 +94,9 @@ class Outcome:
             f"{reason}; nothing has been committed {since}, after {self._rejections} rejections in a row; "
             f"{_USUAL_CAUSES}"
         )
+
+
+_OUTCOMES: WeakKeyDictionary[Any, Outcome] = WeakKeyDictionary()
 
 
 def quorum_is_over(manager: Any) -> bool:

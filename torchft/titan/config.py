@@ -1,4 +1,4 @@
-"""The two fields that TorchTitan's fault tolerance section gains, and what they can't be combined with."""
+"""The three fields that TorchTitan's fault tolerance section gains, and what they can't be combined with."""
 
 from __future__ import annotations
 
@@ -27,11 +27,31 @@ class FaultTolerance(TitanFaultTolerance):
     local_sgd_offload_window_mb: Optional[float] = None
     """
     Accelerator memory, in MiB per device, in which staging may keep
-    several parameters in flight; needs "local_sgd_offload_to_cpu". By
-    default one parameter at a time; with 0 as many as fit into the size of
-    the largest parameter; with more as many as fit into that, which takes
-    more memory and is faster.
+    several parameters in flight; needs "local_sgd_offload_to_cpu". With 0
+    as many as fit into the size of the largest parameter; with more as
+    many as fit into that, which takes more memory and is faster. By default
+    none is given: one parameter at a time, or an all-reduce on the host.
     """
+
+    local_sgd_offload_allreduce_to_cpu: Optional[bool] = None
+    """
+    Reduce the copies on the host themselves, so that a synchronization
+    takes no accelerator memory at all; needs "local_sgd_offload_to_cpu" and
+    "process_group" "gloo", which reduces on the host anyway. By default on
+    with "gloo" unless a window is given, off with any other process group.
+    On accelerators all replica groups must use the same.
+    """
+
+
+def allreduces_on_host(section: FaultTolerance) -> bool:
+    """Whether CPU staging reduces the copies on the host, which is the default where it can.
+
+    Args:
+        section: one that :func:`check_fault_tolerance` accepts, with the flag on.
+    """
+    if section.local_sgd_offload_allreduce_to_cpu is not None:
+        return section.local_sgd_offload_allreduce_to_cpu
+    return section.process_group == "gloo" and section.local_sgd_offload_window_mb is None
 
 
 def check_fault_tolerance(section: FaultTolerance, pipeline_parallel_degree: int) -> None:
@@ -41,20 +61,29 @@ def check_fault_tolerance(section: FaultTolerance, pipeline_parallel_degree: int
         section: the fault tolerance section of a job, command line included.
         pipeline_parallel_degree: the number of pipeline ranks of the job, 1 for none.
     """
-    window = section.local_sgd_offload_window_mb
+    flag = "fault_tolerance.local_sgd_offload_to_cpu"
+    window_flag = "fault_tolerance.local_sgd_offload_window_mb"
+    host_flag = "fault_tolerance.local_sgd_offload_allreduce_to_cpu"
+    window, on_host = section.local_sgd_offload_window_mb, section.local_sgd_offload_allreduce_to_cpu
     if not section.local_sgd_offload_to_cpu:
-        if window is not None:
-            raise ValueError(
-                f"fault_tolerance.local_sgd_offload_window_mb is {window}, which needs CPU staging: pass "
-                "--fault_tolerance.local_sgd_offload_to_cpu as well, or leave the window out"
-            )
+        for name, value in {window_flag: window, host_flag: on_host}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is {value}, which needs CPU staging: pass --{flag} as well, or leave it out"
+                )
         return
 
     try:
         window_bytes(window, True)
     except ValueError as error:
-        raise ValueError(f"fault_tolerance.local_sgd_offload_window_mb: {error}") from None
-    flag = "fault_tolerance.local_sgd_offload_to_cpu"
+        raise ValueError(f"{window_flag}: {error}") from None
+    if on_host and window is not None:
+        raise ValueError(f"{host_flag} has no window, and {window_flag} is {window}: pass one of them")
+    if on_host and section.process_group != "gloo":
+        raise ValueError(
+            f"{host_flag} needs a process group that reduces CPU tensors, and fault_tolerance.process_group "
+            f"is {section.process_group!r}: pass --fault_tolerance.process_group gloo, or leave it out"
+        )
     if not section.enable:
         raise ValueError(f"{flag} needs fault tolerance: pass --fault_tolerance.enable as well")
     method = section.semi_sync_method

@@ -11,7 +11,7 @@ from torchtitan.experiments.torchft.config import FaultTolerance as TitanFaultTo
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer as TitanTrainer
 
 from torchft import local_sgd
-from torchft.titan.config import FaultTolerance, check_fault_tolerance
+from torchft.titan.config import FaultTolerance, allreduces_on_host, check_fault_tolerance
 
 
 class FaultTolerantTrainer(TitanTrainer):
@@ -21,8 +21,8 @@ class FaultTolerantTrainer(TitanTrainer):
         config: the job, command line included.
 
     Raises:
-        ValueError: the flag without LocalSGD or with pipeline stages, or a window that can't be used. No
-            process group exists yet.
+        ValueError: the flag without LocalSGD or with pipeline stages, or a window or an all-reduce on the
+            host that can't be used. No process group exists yet.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -58,6 +58,7 @@ class FaultTolerantTrainer(TitanTrainer):
             sync_every=section.sync_steps,
             offload_averaged_parameters_to_cpu=True,
             offload_window_mb=section.local_sgd_offload_window_mb,
+            offload_allreduce_to_cpu=allreduces_on_host(section),
         )
         with staged, self._semi_sync_method_hidden():
             super().train()
