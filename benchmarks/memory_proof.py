@@ -43,12 +43,32 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Llama 3.1 405B": model_shapes.llama3_405b,
     "DeepSeek-V3 671B": model_shapes.deepseek_v3_671b,
 }
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of staging: ``offload_window_mb``, in MiB, and ``offload_allreduce_to_cpu``."""
+
+    window_mb: Optional[float] = None
+    allreduce_to_cpu: bool = False
+
+    def __str__(self) -> str:
+        if self.allreduce_to_cpu:
+            return "none"
+        return "M" if self.window_mb is None else f"{self.window_mb:g} MiB"
+
+
+MODEL_WINDOW, HOST_ALLREDUCE = Way(), Way(allreduce_to_cpu=True)
 # Of these models only the smallest is ever trained unsharded.
-CASES: list[tuple[str, int, Optional[float]]] = [
-    ("Llama 3 8B", 1, None),
-    *((name, ranks, None) for name in MODELS for ranks in (8, 64, 512)),
-    ("Llama 3 8B", 8, 1024),
+CASES: list[tuple[str, int]] = [
+    ("Llama 3 8B", 1),
+    *((name, ranks) for name in MODELS for ranks in (8, 64, 512)),
 ]
+# A row of the table each; elsewhere the first one alone.
+WAYS: dict[tuple[str, int], list[Way]] = {
+    ("Llama 3 8B", 8): [MODEL_WINDOW, Way(window_mb=1024), HOST_ALLREDUCE],
+    ("Llama 3.1 405B", 512): [MODEL_WINDOW, HOST_ALLREDUCE],
+}
 
 
 class Done:
@@ -96,27 +116,27 @@ class Tracked:
 
 @dataclass(frozen=True)
 class Result:
-    """One model on so many ranks: what was tracked, and what was expected of it.
+    """One model on so many ranks, staged in one way: what was tracked, and what was expected of it.
 
     Attributes:
         model: its name.
         ranks: over how many ranks it is sharded; 1: not at all.
+        way: in which it is staged.
         parameters: number of parameters of the whole model.
         original: a synchronization without staging.
         staged: one with staging, committed.
         rejected: one with staging, rejected.
-        window_mb: ``offload_window_mb`` of the two, MiB.
         reported_device: what the report says of the device without and with staging, in bytes.
         reported_host: what the report says of the host, in bytes.
     """
 
     model: str
     ranks: int
+    way: Way
     parameters: int
     original: Tracked
     staged: Tracked
     rejected: Tracked
-    window_mb: Optional[float]
     reported_device: tuple[int, int]
     reported_host: int
 
@@ -187,39 +207,55 @@ def synchronize(model: nn.Module, commits: bool = True, **options: Any) -> Track
     return Tracked(peak[0] - before[0], peak[1] - before[1], after[0] - before[0], after[1] - before[1])
 
 
-def prove(name: str, ranks: int, window_mb: Optional[float] = None) -> Result:
-    """Runs the synchronizations of one model.
+def prove(name: str, ranks: int) -> list[Result]:
+    """Runs the synchronizations of one model, in all its ways.
 
     Args:
         name: one of ``MODELS``.
         ranks: over how many ranks to shard it.
-        window_mb: ``offload_window_mb``, MiB.
 
     Raises:
         AssertionError: the report differs between the model to be sharded and the sharded one.
     """
+    ways = WAYS.get((name, ranks), [MODEL_WINDOW])
     with torch.device("meta"):
         model = MODELS[name]()
-    planned = staging_memory(model, shards=ranks, offload_window_mb=window_mb)
-    staging = {"offload_averaged_parameters_to_cpu": True, "offload_window_mb": window_mb}
+    planned = [reported(model, way, shards=ranks) for way in ways]
+    results = []
     with FakeTensorMode():
         place(model, ranks)
-        report = staging_memory(model, offload_window_mb=window_mb)
-        assert figures(report) == figures(planned), (figures(report), figures(planned))
         # Not counted: the first time that an operator of DTensor meets a shape, it makes fake tensors of the
         # global size, which real training does not have.
         synchronize(model)
-        return Result(
-            model=name,
-            ranks=ranks,
-            parameters=report.parameters,
-            original=synchronize(model),
-            staged=synchronize(model, **staging),
-            rejected=synchronize(model, commits=False, **staging),
-            window_mb=window_mb,
-            reported_device=(report.device_bytes_original, report.device_bytes_staged),
-            reported_host=report.host_bytes,
-        )
+        original = synchronize(model)
+        for way, plan in zip(ways, planned, strict=True):
+            report = reported(model, way)
+            assert figures(report) == figures(plan), (figures(report), figures(plan))
+            staging = {
+                "offload_averaged_parameters_to_cpu": True,
+                "offload_window_mb": way.window_mb,
+                "offload_allreduce_to_cpu": way.allreduce_to_cpu,
+            }
+            results.append(
+                Result(
+                    model=name,
+                    ranks=ranks,
+                    way=way,
+                    parameters=report.parameters,
+                    original=original,
+                    staged=synchronize(model, **staging),
+                    rejected=synchronize(model, commits=False, **staging),
+                    reported_device=(report.device_bytes_original, report.device_bytes_staged),
+                    reported_host=report.host_bytes,
+                )
+            )
+    return results
+
+
+def reported(model: nn.Module, way: Way, shards: int = 1) -> StagingMemory:
+    return staging_memory(
+        model, shards=shards, offload_window_mb=way.window_mb, allreduce_to_cpu=way.allreduce_to_cpu
+    )
 
 
 def figures(report: StagingMemory) -> tuple[int, ...]:
@@ -244,9 +280,9 @@ HEADER = (
 
 def row(result: Result) -> str:
     """Returns the line of the table: tracked figures, and whether they are those of the report."""
-    window = "M" if result.window_mb is None else f"{result.window_mb:g} MiB"
+    original = format_bytes(result.original.device_peak)
     return (
-        f"{result.model:<17} {result.ranks:>5} {window:>8}  {format_bytes(result.original.device_peak):>16} "
+        f"{result.model:<17} {result.ranks:>5} {result.way!s:>8}  {original:>16} "
         f"{format_bytes(result.staged.device_peak):>14} {format_bytes(result.staged.host_peak):>12}  "
         f"{'yes' if result.holds else 'NO'}"
     )
@@ -268,20 +304,20 @@ def main(argv: Sequence[str]) -> int:
         type=int,
         choices=range(len(CASES)),
         metavar="N",
-        help=f"row of the table, 0 to {len(CASES) - 1}; may be repeated (default: all)",
+        help=f"model and ranks of the table, 0 to {len(CASES) - 1}; may be repeated (default: all)",
     )
     parser.add_common("--json")
     arguments = parser.parse_args(argv)
     cli.check_output_file("--json", arguments.json)
 
     _setup_privateuseone_for_python_backend(DEVICE)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(ranks for _, ranks, _ in CASES))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(ranks for _, ranks in CASES))
     print(HEADER, flush=True)
     results = []
     for number in arguments.case or range(len(CASES)):
-        result = prove(*CASES[number])
-        print(row(result), flush=True)
-        results.append(result)
+        proved = prove(*CASES[number])
+        print(*map(row, proved), sep="\n", flush=True)
+        results += proved
     dist.destroy_process_group()
     if arguments.json is not None:
         cli.write_json(arguments.json, [{**asdict(r), "holds": r.holds, "row": row(r)} for r in results])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import torch
 from docs_blocks import block, prose
 from places import ROOT
 
+from torchft._staging.units import MIB
 from torchft.local_sgd_memory import staging_memory
 
 
@@ -29,13 +31,21 @@ def test_shapes_add_up_to_the_published_totals(name: str) -> None:
     assert f"{total:,} parameters" in str(staging_memory(model))
 
 
-# Of the table: Llama 3 8B unsharded, and on 8 ranks with a window; with --slow 405B on 512 ranks and
-# DeepSeek-V3 on 64, too.
-@pytest.fixture(scope="module", params=[(0, 13), pytest.param((9, 11), marks=pytest.mark.slow)], ids=str)
-def proof(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, dict[str, Any]]:
-    """Some rows of the table, by their number."""
+# Rows of the table, by model, ranks and window.
+Proof = dict[tuple[str, int, str], dict[str, Any]]
+
+ON_ONE, ON_EIGHT = ("Llama 3 8B", 1, "M"), ("Llama 3 8B", 8, "M")
+IN_A_WINDOW, ON_THE_HOST = ("Llama 3 8B", 8, "1024 MiB"), ("Llama 3 8B", 8, "none")
+LARGE, LARGE_ON_THE_HOST = ("Llama 3.1 405B", 512, "M"), ("Llama 3.1 405B", 512, "none")
+EXPERTS = ("DeepSeek-V3 671B", 64, "M")
+# Their cases of the command.
+SMALL_ROWS = {0: [ON_ONE], 1: [ON_EIGHT, IN_A_WINDOW, ON_THE_HOST]}
+LARGE_ROWS = {9: [LARGE, LARGE_ON_THE_HOST], 11: [EXPERTS]}
+
+
+@pytest.fixture(scope="module", params=[SMALL_ROWS, pytest.param(LARGE_ROWS, marks=pytest.mark.slow)])
+def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Proof:
+    """Some rows of the table."""
     path = tmp_path_factory.mktemp("proof") / "proof.json"
     cases = [option for number in request.param for option in ("--case", str(number))]
     python, program = block("memory.rst", "memory_proof.py").split()
@@ -50,11 +60,10 @@ def proof(
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     rows = json.loads(path.read_text())
-    assert len(rows) == len(request.param)
-    return dict(zip(request.param, rows, strict=True))
+    return dict(zip(itertools.chain(*request.param.values()), rows, strict=True))
 
 
-def test_tracked_memory_is_the_reported_one(proof: dict[int, dict[str, Any]]) -> None:
+def test_tracked_memory_is_the_reported_one(proof: Proof) -> None:
     for case in proof.values():
         original, staged = case["reported_device"]
         host = case["reported_host"]
@@ -63,33 +72,40 @@ def test_tracked_memory_is_the_reported_one(proof: dict[int, dict[str, Any]]) ->
         assert case["rejected"] == tracked(staged, host), case["row"]
         assert host == original
         assert staged < original / 3
+        assert (staged == 0) == case["way"]["allreduce_to_cpu"]
 
 
 def tracked(device: int, host: int) -> dict[str, int]:
     return {"device_peak": device, "host_peak": host, "device_left": 0, "host_left": 0}
 
 
-def test_known_figures(proof: dict[int, dict[str, Any]]) -> None:
+def test_known_figures(proof: Proof) -> None:
     """By hand: float32, the largest parameter is the token embedding."""
-    if 0 in proof:
-        assert proof[0]["parameters"] == 8_030_261_248
-        assert proof[0]["original"]["device_peak"] == 4 * 8_030_261_248
-        assert proof[0]["staged"]["device_peak"] == 4 * 128_256 * 4096
-        assert 1000 < proof[13]["staged"]["device_peak"] / 1024**2 <= 1024
+    parameters = {key: case["parameters"] for key, case in proof.items()}
+    staged = {key: case["staged"]["device_peak"] for key, case in proof.items()}
+    if ON_ONE in proof:
+        assert parameters[ON_ONE] == 8_030_261_248
+        assert proof[ON_ONE]["original"]["device_peak"] == 4 * 8_030_261_248
+        assert staged[ON_ONE] == 4 * 128_256 * 4096
+        assert staged[ON_EIGHT] == 4 * 128_256 * 4096 / 8
+        assert 1000 < staged[IN_A_WINDOW] / MIB <= 1024
+        assert staged[ON_THE_HOST] == 0
     else:
-        assert proof[9]["parameters"] == 405_853_388_800
+        assert parameters[LARGE] == parameters[LARGE_ON_THE_HOST] == 405_853_388_800
         # 128,256 rows are 250.5 per rank, 251 on the first; the norms of 16,384 come out even.
-        assert proof[9]["staged"]["device_peak"] == 4 * 251 * 16_384
-        assert proof[11]["parameters"] == 671_026_419_200
+        assert staged[LARGE] == 4 * 251 * 16_384
+        assert staged[LARGE_ON_THE_HOST] == 0
+        assert parameters[EXPERTS] == 671_026_419_200
         # 4 of 256 experts, of which three tensors hold all: 2048 x 7168 each.
-        assert proof[11]["staged"]["device_peak"] == 4 * 4 * 2048 * 7168
+        assert staged[EXPERTS] == 4 * 4 * 2048 * 7168
 
 
-def test_table_of_the_page(proof: dict[int, dict[str, Any]]) -> None:
+def test_table_of_the_page(proof: Proof) -> None:
     rows = block("memory.rst", "as reported").splitlines()
-    assert len(rows) == 1 + 14
-    for number, case in proof.items():
-        assert rows[1 + number] == case["row"].rstrip()
+    assert len(rows) == 1 + 16
+    for (model, ranks, window), case in proof.items():
+        (row,) = (row for row in rows if row.startswith(f"{model:<17} {ranks:>5} {window:>8}  "))
+        assert row == case["row"].rstrip()
     assert all(row.endswith(" yes") for row in rows[1:])
 
 

@@ -19,6 +19,7 @@ import pytest
 from children import gone
 from endurance_worker import BEHIND, COMMITTED, RAISES, REPORTED, SYNCHRONIZATIONS, WARM_UP, Sample, plan
 from job import BOTH, SMALL, Run, results
+from ways import ON_HOST
 
 from torchft._staging.units import MIB
 
@@ -103,7 +104,7 @@ def report(endured: Endured) -> str:
     return f"{grown}; {max(group['seconds'] for group in endured.groups):.1f} s"
 
 
-@pytest.mark.parametrize("path", ["staged", pytest.param("release", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", ["window", ON_HOST, pytest.param("release", marks=pytest.mark.slow)])
 def test_nothing_grows(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     """300 synchronizations, a fifth of them rejected, leave nothing behind but the model."""
     endured = endure(path)
@@ -135,22 +136,27 @@ def test_all_that_is_counted_has_a_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("leaks", "grows"),
+    ("path", "leaks", "grows"),
     [
-        (["host tensor"], {"resident", "allocated", "objects"}),
+        ("window", ["host tensor"], {"resident", "allocated", "objects"}),
+        pytest.param(ON_HOST, ["host tensor"], {"resident", "allocated", "objects"}, marks=pytest.mark.slow),
         pytest.param(
+            "window",
             ["window", "file", "thread"],
             {"resident", "allocated", "device", "files", "threads", "objects"},
             marks=pytest.mark.slow,
         ),
-        pytest.param(["window"], {"resident", "allocated", "device", "objects"}, marks=pytest.mark.slow),
-        pytest.param(["object"], {"objects"}, marks=pytest.mark.slow),
-        pytest.param(["failure"], {"device", "objects"}, marks=pytest.mark.slow),
+        pytest.param(
+            "window", ["window"], {"resident", "allocated", "device", "objects"}, marks=pytest.mark.slow
+        ),
+        pytest.param(ON_HOST, ["object"], {"objects"}, marks=pytest.mark.slow),
+        pytest.param("window", ["failure"], {"device", "objects"}, marks=pytest.mark.slow),
+        pytest.param(ON_HOST, ["failure"], {"allocated", "objects"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_leak_is_named(leaks: list[str], grows: set[str]) -> None:
+def test_a_leak_is_named(path: str, leaks: list[str], grows: set[str]) -> None:
     """One parameter, file, thread or object per synchronization in one group, or per rejected one."""
-    endured = endure("staged", *leaks)
+    endured = endure(path, *leaks)
     complaints = endured.complaints()
     assert grows <= set(complaints), f"{complaints}; {report(endured)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,13 +12,17 @@ from places import SUPPORT
 from torchft._launch.lighthouse import LighthouseProcess
 from torchft._launch.replicas import Exit, Message, ReplicaGroups
 
+# Ranks of the cases of fsdp_worker.py, each of which has a Manager and a lighthouse of its own.
+CASES = {"2 ranks": 2, "3 ranks": 3, "2 x 2 ranks": 4, "offloaded": 3}
+Seen = dict[tuple[str, int, int], dict[str, Any]]
+
 
 @pytest.fixture(scope="module")
-def seen() -> dict[tuple[int, int, int], dict[str, Any]]:
-    """What each rank saw, by group, ranks of the case and rank."""
-    seen = {}
+def seen() -> Seen:
+    """What each rank saw, by case, group and rank."""
+    seen: Seen = {}
     with ExitStack() as stack:
-        lighthouses = [LighthouseProcess(2) for _ in range(3)]
+        lighthouses = [LighthouseProcess(2) for _ in CASES]
         for lighthouse in lighthouses:
             stack.callback(lighthouse.stop)
         groups = stack.enter_context(
@@ -32,35 +37,45 @@ def seen() -> dict[tuple[int, int, int], dict[str, Any]]:
         groups.start_all()
         for event in groups.events(timeout=200):
             if isinstance(event, Message):
-                seen[event.group, event.fields["ranks"], event.rank] = event.fields
+                seen[event.fields["case"], event.group, event.rank] = event.fields
             elif isinstance(event, Exit):
                 event.check()
     return seen
 
 
-def test_every_rank_of_every_case_gets_the_average(seen: dict[tuple[int, int, int], dict[str, Any]]) -> None:
+def test_every_rank_of_every_case_gets_the_average(seen: Seen) -> None:
     assert set(seen) == {
-        (group, ranks, rank) for group in (0, 1) for ranks in (2, 3, 4) for rank in range(ranks)
+        (case, group, rank) for case, ranks in CASES.items() for group in (0, 1) for rank in range(ranks)
     }
+    # In every way of staging.
+    assert {len(fields["seen"]) for fields in seen.values()} == {4}
 
 
-def test_shards_are_uneven_and_empty(seen: dict[tuple[int, int, int], dict[str, Any]]) -> None:
+def test_shards_are_uneven_and_empty(seen: Seen) -> None:
     """The case is worth nothing if the shards happen to be equal."""
-    first, last = seen[0, 3, 0]["local_shapes"], seen[0, 3, 2]["local_shapes"]
-    assert first[0] != last[0]
-    assert last[1] == [0, 5]
+    for case in ("3 ranks", "offloaded"):
+        for first, last in zip(seen[case, 0, 0]["seen"], seen[case, 0, 2]["seen"], strict=True):
+            assert first["local_shapes"][0] != last["local_shapes"][0]
+            assert last["local_shapes"][1] == [0, 5]
 
 
-def test_two_dimensional_mesh_shards_one_dimension_twice(
-    seen: dict[tuple[int, int, int], dict[str, Any]],
-) -> None:
-    assert any("_StridedShard" in placements for placements in seen[0, 4, 0]["placements"])
+def test_two_dimensional_mesh_shards_one_dimension_twice(seen: Seen) -> None:
+    for once in seen["2 x 2 ranks", 0, 0]["seen"]:
+        assert any("_StridedShard" in placements for placements in once["placements"])
 
 
-def test_unsharded_parameters_are_refused(seen: dict[tuple[int, int, int], dict[str, Any]]) -> None:
+def test_offloaded_shards_stay_on_the_host_and_take_no_device_memory(seen: Seen) -> None:
+    for group, rank in itertools.product((0, 1), range(3)):
+        for once in seen["offloaded", group, rank]["seen"]:
+            assert once["mesh"] == "simulated"
+            assert set(once["devices"]) == {"cpu"}
+            assert once["extra_device_bytes"] == 0
+
+
+def test_unsharded_parameters_are_refused(seen: Seen) -> None:
     # With tensor parallelism the unsharded parameter is a DTensor as well, on a smaller mesh.
-    for ranks in (2, 4):
-        for group, rank in [(0, 0), (0, 1), (1, 0), (1, ranks - 1)]:
-            refusal = seen[group, ranks, rank]["refusal"]
+    for case in ("2 ranks", "2 x 2 ranks"):
+        for group, rank in [(0, 0), (0, 1), (1, 0), (1, CASES[case] - 1)]:
+            refusal = seen[case, group, rank]["refusal"]
             assert refusal.startswith("parameter 'up.weight' is unsharded at this moment")
             assert "reshard()" in refusal

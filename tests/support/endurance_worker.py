@@ -1,10 +1,10 @@
 """Hundreds of synchronizations of two replica groups, with counts of everything that could pile up.
 
-``python tests/endurance_worker.py PATH [LEAK...]`` carries them out in this process with a real Lighthouse,
-real Managers and real Gloo on the simulated accelerator, and prints one line of JSON. PATH is ``staged`` or
-``release``; each LEAK is one of ``LEAKS``, and is what makes the last group leak on purpose.
+``python tests/support/endurance_worker.py PATH [LEAK...]`` carries them out in this process with a real
+Lighthouse, real Managers and real Gloo on the simulated accelerator, and prints one line of JSON. PATH is one
+of ``PATHS``; each LEAK is one of ``LEAKS``, and is what makes the last group leak on purpose.
 
-The groups have different windows, and seeded synchronizations are rejected in three ways.
+Seeded synchronizations are rejected in three ways.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from averaging_models import Parameters, bits, random_tensor
 from memory_replicas import host_bytes
 from replica_threads import Replica, run_replicas
+from ways import ON_HOST, Way, arguments_of
 
 from torchft import local_sgd
 from torchft._staging.buffers import StagingBuffers
@@ -40,8 +41,10 @@ SYNCHRONIZATIONS = 300
 # Before the first sample: all kinds have happened, caches and arenas are filled.
 WARM_UP = 60
 SAMPLE_EVERY = 20
-# ``offload_window_mb`` of each group
-WINDOWS: tuple[Optional[float], ...] = (None, 0)
+GROUPS = 2
+RELEASE = "release"
+# How each group stages.
+PATHS: dict[str, Sequence[Way]] = {"window": (None, 0), ON_HOST: (ON_HOST,) * GROUPS, RELEASE: ()}
 # Elements; the largest parameter, which is what is leaked, has 256 KiB.
 SIZES = (64 * 1024, 100, 64 * 1024, 1)
 LARGEST = 0
@@ -206,7 +209,7 @@ class Sample:
             synchronizations,
             resident=process.memory_info().rss,
             allocated=host_bytes(),
-            device=sum(sim.memory(group).alive for group in range(len(WINDOWS))),
+            device=sum(sim.memory(group).alive for group in range(GROUPS)),
             files=process.num_fds(),
             threads=process.num_threads(),
             objects=len(gc.get_objects()),
@@ -222,7 +225,7 @@ class Group:
         heals: how often it took a peer's state over.
     """
 
-    def __init__(self, replica: Replica, staged: bool, leaks: Sequence[str]) -> None:
+    def __init__(self, replica: Replica, path: str, leaks: Sequence[str]) -> None:
         self.replica = replica
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.unconfigured: list[int] = []
@@ -237,14 +240,14 @@ class Group:
         model.state_dict = self._state_dict  # type: ignore[method-assign]
         model.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        leaking = bool(leaks) and index == len(WINDOWS) - 1
+        leaking = bool(leaks) and index == GROUPS - 1
         self.local_sgd = (LeakingLocalSGD if leaking else LocalSGD)(
             replica.manager,
             model,
             self.optimizer,
             sync_every=1,
-            offload_averaged_parameters_to_cpu=staged,
-            offload_window_mb=WINDOWS[index] if staged else None,
+            offload_averaged_parameters_to_cpu=path != RELEASE,
+            **({} if path == RELEASE else arguments_of(PATHS[path][index])),
         )
         if isinstance(self.local_sgd, LeakingLocalSGD):
             self.local_sgd.leaks = leaks
@@ -286,7 +289,7 @@ class Group:
                 after_rejection = any(rejected)
                 configured = group.configured
                 group.raise_at = position if kind == RAISES else None
-                self._reports_error = kind == REPORTED or (kind == BEHIND and index == number % len(WINDOWS))
+                self._reports_error = kind == REPORTED or (kind == BEHIND and index == number % GROUPS)
                 self.replica.barrier.wait()
                 self.optimizer.step()
                 if after_rejection and group.configured == configured:
@@ -315,16 +318,16 @@ class Group:
 def main(arguments: Sequence[str]) -> None:
     """Trains, and prints the samples and what happened as JSON."""
     path, *leaks = arguments
-    assert path in ("staged", "release")
+    assert path in PATHS
     assert set(leaks) <= set(LEAKS)
     # Tracebacks of what is made to fail.
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    rejected = [False] * len(WINDOWS)
+    rejected = [False] * GROUPS
     samples: list[Sample] = []
 
     def body(replica: Replica) -> dict[str, Any]:
-        group = Group(replica, path == "staged", leaks)
+        group = Group(replica, path, leaks)
         begin = time.perf_counter()
         group.train(rejected, samples)
         return {
@@ -335,7 +338,7 @@ def main(arguments: Sequence[str]) -> None:
             "bits": hash(tuple(bits(group.model))),
         }
 
-    groups = run_replicas(len(WINDOWS), body, RejectingProcessGroup, timeout=TIMEOUT)
+    groups = run_replicas(GROUPS, body, RejectingProcessGroup, timeout=TIMEOUT)
     print(json.dumps({"groups": groups, "samples": [asdict(sample) for sample in samples]}), flush=True)
 
 
