@@ -114,7 +114,7 @@ def commit(model: nn.Module, local: LocalSGD, made: Manager) -> list[DTensor]:
     assert made.current_step() == step + 1, "no commit in three synchronizations"
     after = [facts(parameter) for parameter in model.parameters()]  # type: ignore[arg-type]
     assert after == before, "a DTensor was changed or replaced"
-    return parameters
+    return parameters  # pyright: ignore[reportReturnType]
 
 
 def check(build: Callable[[int], nn.Module], made: Manager, mesh: DeviceMesh, way: Way) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def run(name: str, lighthouse: str, ranks: int, body: Callable[[Manager], dict[s
         with manager(lighthouse, ranks, int(port)) as made:
             send(case=name, **body(made))
             # The Manager of rank 0 serves the others' votes.
-            dist.barrier(group)
+            dist.barrier(group)  # pyright: ignore[reportArgumentType]
     dist.barrier()
 
 
