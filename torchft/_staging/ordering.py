@@ -16,6 +16,8 @@ import torch
 # Where wait() orders the division. To synchronize there as well would wait for whatever else is in flight.
 _ORDERED_BY_WAIT = ("cpu", "cuda", "xpu")
 
+_NOTHING = nullcontext()
+
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes an accelerator's device the current one, as an all-reduce and its ``wait()`` need it.
@@ -24,10 +26,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
         device: where the tensor is; nothing is to be done for the CPU.
     """
     if device.type == "cpu":
-        return nullcontext()
+        return _NOTHING
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
-        return nullcontext()
+        return _NOTHING
     return torch.accelerator.device_index(device.index)
 
 
