@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from datetime import timedelta
+from fractions import Fraction
 from typing import Any
 from unittest.mock import create_autospec
 
+import numpy as np
 import pytest
 import simulated_accelerator as sim
 import torch
@@ -18,6 +21,8 @@ from replica_threads import Replica, run_replicas
 from torch import nn
 
 from torchft import process_group
+from torchft._staging.checks import window_bytes
+from torchft._staging.units import MIB
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import (
@@ -75,10 +80,29 @@ def test_lazy_parameter() -> None:
     assert manager.quorums == 1
 
 
-@pytest.mark.parametrize("window", [-1, float("nan"), float("inf"), True, "1", [8]])
+@pytest.mark.parametrize("window", [-1, float("nan"), float("inf"), True, "1", [8], -(10**400)])
 def test_window(window: Any) -> None:
     with pytest.raises(ValueError, match="offload_window_mb must be None or a number of MiB"):
         staged(Parameters([torch.zeros(2)]), Silent(), offload_window_mb=window)
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        (np.int32(2048), 2048 * MIB),
+        (np.uint8(200), 200 * MIB),
+        (np.float16(0.5), MIB // 2),
+        (Fraction(1, 2), MIB // 2),
+        (1e305, sys.maxsize),
+        (10**400, sys.maxsize),
+        (Fraction(10**400), sys.maxsize),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_window_of_any_kind_of_number(window: Any, expected: int) -> None:
+    """Numbers of NumPy would wrap around, and large ones overflow."""
+    assert window_bytes(window, True) == expected
+    staged(Parameters([torch.zeros(2)]), offload_window_mb=window).sync()
 
 
 def test_window_without_the_option() -> None:

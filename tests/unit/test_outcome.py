@@ -15,6 +15,7 @@ from local_manager import LocalManager, staged
 from properties import make, synchronize_until_commit
 from replica_threads import Replica, run_replicas
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torchft.local_sgd import LocalSGD
 from torchft.process_group import ProcessGroupGloo
@@ -160,6 +161,8 @@ def test_parameters_that_changed_in_the_vote_are_not_written(
     "averages", [[], [torch.zeros(5)] * 4, [torch.zeros(5), torch.zeros(5), torch.zeros(1)]]
 )
 def test_averages_of_a_subclass_that_do_not_fit(averages: list[torch.Tensor]) -> None:
+    """They are voted down: after a commit nobody could take them over."""
+
     class Odd(LocalSGD):
         def _average(self) -> list[torch.Tensor]:
             return averages
@@ -167,9 +170,110 @@ def test_averages_of_a_subclass_that_do_not_fit(averages: list[torch.Tensor]) ->
     model, manager = Registered(), LocalManager()
     before = bits(model)
     local = Odd(manager, model, torch.optim.SGD(model.parameters(), lr=0.1), 1, True)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RuntimeError, match="can't be written back, and nothing was"):
+    with pytest.raises(ValueError, match=r"_average\(\) returned"):
         local.sync()
+    assert not manager.commit
     assert bits(model) == before
+
+
+def test_averages_may_come_one_by_one_and_be_kept() -> None:
+    class Keeping(LocalSGD):
+        kept: list[torch.Tensor]
+
+        def _average(self) -> Any:
+            self.kept = super()._average()
+            return iter(self.kept)
+
+    model, manager = Registered(), LocalManager()
+    local = Keeping(manager, model, torch.optim.SGD(model.parameters(), lr=0.1), 1, True)  # pyright: ignore[reportArgumentType]
+    local.sync()
+    assert len(local.kept) == 3
+    assert all(torch.equal(average, torch.ones(5)) for average in local.kept)
+
+
+def test_another_object_on_the_same_manager_refuses_as_well() -> None:
+    """A retry loop that makes a new LocalSGD would average a torn model."""
+
+    class Torn(LocalSGD):
+        def _write_back(self, averages: list[torch.Tensor]) -> None:
+            raise KeyboardInterrupt
+
+    model, manager = Registered(), LocalManager()
+    torn = Torn(manager, model, torch.optim.SGD(model.parameters(), lr=0.1), 1, True)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(KeyboardInterrupt):
+        torn.sync()
+    with pytest.raises(RuntimeError, match="left in the middle of write-back"):
+        staged(model, manager).sync()
+    staged(model, LocalManager()).sync()
+
+
+@pytest.mark.parametrize("what", ["to_several", "to_meta", "to_integers"])
+def test_parameters_that_healing_in_the_quorum_made_others_are_voted_down(what: str) -> None:
+    model = Registered()
+    odd = {
+        "to_several": TwoTensor(torch.ones(5), torch.zeros(5)),
+        "to_meta": torch.ones(5, device="meta"),
+        "to_integers": torch.ones(5, dtype=torch.int64),
+    }[what]
+
+    class Healing(LocalManager):
+        sent = 0
+
+        def start_quorum(self) -> None:
+            model.b = nn.Parameter(odd, requires_grad=False)
+
+        def allreduce(self, tensor: torch.Tensor) -> Any:
+            self.sent += 1
+            return super().allreduce(tensor)
+
+    manager = Healing()
+    with pytest.raises(ValueError, match="parameter 'b'"):
+        staged(model, manager).sync()
+    assert (manager.sent, manager.commit) == (0, False)
+
+
+def test_a_step_while_a_state_is_loaded_is_none_of_training() -> None:
+    """Loading an optimizer's state may take a step, to have a state to load into."""
+    model = Registered()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+
+    class Healing(LocalManager):
+        def start_quorum(self) -> None:
+            super().start_quorum()
+            optimizer.step()
+
+        def disallow_state_dict_read(self) -> None:
+            pass
+
+        allow_state_dict_read = disallow_state_dict_read
+
+    manager = Healing()
+    with LocalSGD(manager, model, optimizer, 1, True) as local:  # pyright: ignore[reportArgumentType]
+        local.sync()
+        assert manager.quorums == 1
+        optimizer.step()
+        assert manager.quorums == 2
+
+
+def test_buffers_and_hooks_go_whatever_the_manager_raises() -> None:
+    class Raising(LocalManager):
+        def errored(self) -> None:
+            raise ConnectionError("injected: errored")
+
+        def allow_state_dict_read(self) -> None:
+            if self.quorums:
+                raise ConnectionError("injected: the lock")
+
+    model = Registered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = LocalSGD(Raising(), model, optimizer, 1, True)  # pyright: ignore[reportArgumentType]
+    local.__enter__()
+    with pytest.raises(ConnectionError, match="errored"):
+        local.sync()
+    assert local._buffers is None
+    with pytest.raises(ConnectionError, match="the lock"):
+        local.__exit__(None, None, None)
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_vote_that_fails_in_the_failure_path_is_not_forgiven() -> None:

@@ -208,5 +208,7 @@ def test_default_path_is_the_code_of_the_release() -> None:
     assert ours == {
         *(("local_sgd.py", name) for name in ("__init__", *handing_on[1:])),
         *(("checks.py", name) for name in ("check_switch", "window_bytes", "check_allreduce_to_cpu")),
+        ("local_sgd.py", "_counts"),
+        ("outcome.py", "of"),
         ("outcome.py", "__init__"),
     }

@@ -18,15 +18,15 @@ from torch.utils._pytree import tree_map_only
 from torchft.local_sgd import LocalSGD
 
 
-class Wrapped(torch.Tensor):
-    """A tensor around others that computes with the first one, as float8 all-gather weights do."""
+class Opaque(torch.Tensor):
+    """A tensor around others that computes with the first one, and does not say so."""
 
     names: tuple[str, ...] = ("first",)
     first: torch.Tensor
     dtype_shown: Any = None
 
     @staticmethod
-    def __new__(cls, *tensors: torch.Tensor) -> Wrapped:
+    def __new__(cls, *tensors: torch.Tensor) -> Opaque:
         (first, *_) = tensors
         return torch.Tensor._make_wrapper_subclass(
             cls,
@@ -40,21 +40,25 @@ class Wrapped(torch.Tensor):
         for name, tensor in zip(self.names, tensors, strict=False):
             setattr(self, name, tensor)
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain_args, plain_kwargs = tree_map_only(Opaque, lambda wrapped: wrapped.first, (args, kwargs or {}))
+        out = func(*plain_args, **plain_kwargs)
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        out = tree_map_only(torch.Tensor, cls, out)
+        return return_and_correct_aliasing(func, args, kwargs or {}, out)
+
+
+class Wrapped(Opaque):
+    """Says what is inside, as float8 all-gather weights do."""
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return list(self.names), None
 
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *_: Any) -> Wrapped:
         return Wrapped(*tensors.values())
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain_args, plain_kwargs = tree_map_only(Wrapped, lambda wrapped: wrapped.first, (args, kwargs or {}))
-        out = func(*plain_args, **plain_kwargs)
-        if func is torch.ops.aten.copy_.default:
-            return args[0]
-        out = tree_map_only(torch.Tensor, cls, out)
-        return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
 
 class WithScale(Wrapped):
@@ -82,10 +86,11 @@ def model_of(tensor: torch.Tensor) -> nn.Module:
         TwoTensor(torch.ones(3), torch.zeros(3)),
         WithScale(torch.ones(3), torch.ones(())),
         Quantized(torch.ones(3, dtype=torch.int8)),
+        Opaque(torch.ones(3)),
         Nested(TwoTensor(torch.ones(3), torch.zeros(3))),
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     ],
-    ids=["two tensors", "tensor and scale", "other dtype", "nested", "jagged"],
+    ids=["two tensors", "tensor and scale", "other dtype", "opaque", "nested", "jagged"],
 )
 def test_tensor_of_several_is_refused_at_construction(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="parameter 'odd'"):
