@@ -114,7 +114,7 @@ def commit(model: nn.Module, local: LocalSGD, made: Manager) -> list[DTensor]:
     assert made.current_step() == step + 1, "no commit in three synchronizations"
     after = [facts(parameter) for parameter in model.parameters()]  # type: ignore[arg-type]
     assert after == before, "a DTensor was changed or replaced"
-    return parameters
+    return parameters  # pyright: ignore[reportReturnType]
 
 
 def check(build: Callable[[int], nn.Module], made: Manager, mesh: DeviceMesh, way: Way) -> dict[str, Any]:

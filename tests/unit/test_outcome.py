@@ -195,7 +195,7 @@ def test_another_object_on_the_same_manager_refuses_as_well() -> None:
     """A retry loop that makes a new LocalSGD would average a torn model."""
 
     class Torn(LocalSGD):
-        def _write_back(self, averages: list[torch.Tensor]) -> None:
+        def _write_back(self, averages: list[torch.Tensor]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
             raise KeyboardInterrupt
 
     model, manager = Registered(), LocalManager()

@@ -57,7 +57,7 @@ class Wrapped(Opaque):
         return list(self.names), None
 
     @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *_: Any) -> Wrapped:
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *_: Any) -> Opaque:
         return Wrapped(*tensors.values())
 
 

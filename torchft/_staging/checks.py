@@ -291,20 +291,22 @@ def _problem(shard: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a subclass that hands its operators on to other tensors."""
     # Fake tensors and devices written in Python are that, too, and stand for a single tensor.
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     return (
-        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        dispatch is not torch._C._disabled_torch_dispatch_impl
         and not isinstance(tensor, FakeTensor)
         and tensor.device.type != torch._C._get_privateuse1_backend_name()
     ) or is_traceable_wrapper_subclass(tensor)
 
 
-def _is_one_tensor(wrapper: Any) -> bool:
+def _is_one_tensor(wrapper: torch.Tensor) -> bool:
     """Whether a wrapper subclass holds one plain tensor of its own shape, dtype and memory order, no more."""
-    if not is_traceable_wrapper_subclass(wrapper):
-        # Nothing says what is inside.
-        return False
-    # Of several tensors a copy is carried out one by one, and the last one wins.
-    names = wrapper.__tensor_flatten__()[0]
+    # Of several tensors a copy is carried out one by one, and the last one wins. Where nothing says what is
+    # inside, it may be so.
+    flatten: Any = (
+        getattr(wrapper, "__tensor_flatten__", None) if is_traceable_wrapper_subclass(wrapper) else None
+    )
+    names = [] if flatten is None else flatten()[0]
     held: Any = getattr(wrapper, names[0], None) if len(names) == 1 else None
     if not isinstance(held, torch.Tensor) or _description(held) != _description(wrapper):
         return False
