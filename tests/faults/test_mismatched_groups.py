@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import mismatched_groups
 import pytest
 import torch
 from averaging_models import Parameters
 from mismatched_groups import averages
+from properties import WAYS
 from torch import nn
 
 BOTH_PATHS = pytest.mark.parametrize("staging", [True, False], ids=["staged", "release"])
@@ -51,9 +53,10 @@ def test_order_of_parameters_differs(staging: bool) -> None:
         assert torch.equal(average, torch.full((4,), 0.5))
 
 
-def test_numbers_of_parameters_differ() -> None:
+@pytest.mark.parametrize("options", WAYS)
+def test_numbers_of_parameters_differ(options: dict[str, Any]) -> None:
     """The group with more of them times out and rejects; the other one commits."""
-    results = averages(lambda index: Parameters(_ones(2 + index)), True, pg_seconds=3)
+    results = averages(lambda index: Parameters(_ones(2 + index)), True, pg_seconds=3, **options)
     (fewer, _), (more, parameters) = results
     assert fewer
     assert not more

@@ -104,7 +104,7 @@ def staged(model: nn.Module, made: Manager, way: Way) -> LocalSGD:
 
 def commit(model: nn.Module, local: LocalSGD, made: Manager) -> list[DTensor]:
     """Synchronizes once and returns the parameters, which are the same DTensors as before."""
-    parameters = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    parameters: list[DTensor] = [each for each in model.parameters() if isinstance(each, DTensor)]
     before = [facts(parameter) for parameter in parameters]
     step = made.current_step()
     for _ in range(3):

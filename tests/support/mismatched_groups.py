@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from averaging_models import Parameters
@@ -26,7 +26,7 @@ SIZES = {
 
 
 def averages(
-    values: Callable[[int], nn.Module], staging: bool, pg_seconds: Optional[float] = None
+    values: Callable[[int], nn.Module], staging: bool, pg_seconds: Optional[float] = None, **options: Any
 ) -> list[tuple[bool, list[torch.Tensor]]]:
     """Synchronizes two groups once: whether each committed, and its parameters then."""
 
@@ -38,7 +38,7 @@ def averages(
         replica.model = model
         step = replica.manager.current_step()
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        LocalSGD(replica.manager, model, optimizer, 1, staging).sync()
+        LocalSGD(replica.manager, model, optimizer, 1, staging, **options).sync()
         return replica.manager.current_step() == step + 1, list(model.parameters())
 
     return run_replicas(2, body, process_group)
