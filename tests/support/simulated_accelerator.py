@@ -326,6 +326,10 @@ class _Module(_DummyBackendModule):
     def device_count(self) -> int:
         return 8
 
+    def set_device(self, where: Any) -> None:
+        # Of whoever takes the first accelerator that PyTorch reports for the one to train on.
+        _set_device_index(torch.device(where).index or 0)
+
 
 class _Hook(_DummyPrivateUse1Hook):
     def is_available(self) -> bool:
