@@ -24,9 +24,11 @@ def test_measurements_are_sound(path: Path) -> None:
 
 def test_readme_quotes_the_measurements() -> None:
     results = Results.read(str(BENCHMARKS / "cpu-rfc.json"))
-    staged, window = (results.summary(case).sync_ratio.median for case in ("staged", "window 0"))
+    cases = ("staged", "window 0", "host all-reduce")
+    staged, window, host = (results.summary(case).sync_ratio.median for case in cases)
     readme = prose("README.md")
     assert f"takes {staged:.2f} times as long, and {window:.2f} times with `offload_window_mb=0`" in readme
+    assert f"with `offload_allreduce_to_cpu=True` {host:.2f} times." in readme
 
 
 @pytest.mark.parametrize(
