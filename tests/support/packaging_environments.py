@@ -23,17 +23,21 @@ Variables = Mapping[str, str]
 NONE: Variables = {}
 
 
+def inherited(variables: Variables = NONE) -> dict[str, str]:
+    """Returns the variables of the caller without those that would steer a command, and further ones."""
+    steering = ("TORCHFT_", "PYTHON", "VIRTUAL_ENV", "SOURCE_DATE_EPOCH", "HATCH_", "UV_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+    return environment | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1", **variables}
+
+
 def run(
     *command: object, cwd: Path, check: bool = True, variables: Variables = NONE
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command, stdout and stderr in one, without the variables of the caller that would steer it."""
-    steering = ("TORCHFT_", "PYTHON", "VIRTUAL_ENV", "SOURCE_DATE_EPOCH", "HATCH_", "UV_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
-    environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1", **variables}
     result = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment,
+        env=inherited(variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -9,11 +9,13 @@ import pytest
 import simulated_accelerator as sim
 import torch
 from averaging_models import Parameters
+from local_manager import LocalManager, staged
 from properties import WAYS, make, synchronize_until_commit
 from replica_threads import Replica, run_replicas
 
 from torchft._staging import ordering
 from torchft.local_sgd import LocalSGD
+from torchft.work import _DummyWork
 
 
 def first(group: int, number: int) -> torch.Tensor:
@@ -69,6 +71,28 @@ def test_without_the_guard_sums_are_staged(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
     with sim.like_cuda(monkeypatch), pytest.raises(AssertionError):
         check(averages([1, 1, 1]))
+
+
+def test_device_is_the_current_one_in_its_allreduce_and_in_the_wait() -> None:
+    """What the Manager orders, it orders on the streams of the current device."""
+    seen: list[tuple[str, int, int]] = []
+
+    class Watching(LocalManager):
+        def allreduce(self, tensor: torch.Tensor) -> Any:
+            def see(what: str) -> None:
+                seen.append((what, tensor.device.index, torch.accelerator.current_device_index()))
+
+            class Work(_DummyWork):
+                def wait(self, timeout: Any = None) -> bool:
+                    see("wait")
+                    return super().wait()
+
+            see("all-reduce")
+            return Work(tensor)
+
+    model = Parameters(first(0, number).to(sim.device(1 + number)) for number in range(2))
+    staged(model, Watching(), offload_window_mb=1).sync()
+    assert seen == [("all-reduce", 1, 1), ("all-reduce", 2, 2), ("wait", 1, 1), ("wait", 2, 2)]
 
 
 def test_devices_that_wait_orders_are_not_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
