@@ -1,8 +1,7 @@
-"""What ``mutants.py`` breaks: one change of the staged path after the other, and which tests are to notice."""
+"""What ``mutants.py`` breaks: changes of the staged path, one by one, and which tests are to notice."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from places import ROOT
@@ -14,7 +13,7 @@ class Change:
 
     Attributes:
         file: that has it, below torchft/.
-        old: what the file has exactly once: the line, or a part of it, with a neighbour where others are alike.
+        old: what the file has just once: the line, or a part of it, and a neighbour where others are alike.
         new: what stands there instead.
         harm: what that would do to a user.
         tests: ids, below tests/, of those that should notice.
@@ -92,7 +91,10 @@ CHANGES = [
         "checks.check_process_group(manager, model, offload_allreduce_to_cpu)",
         "pass",
         "NCCL with a host all-reduce rejects every synchronization",
-        ("unit/test_bad_input.py::test_process_group_that_cannot_reduce_on_the_host", "unit/test_rejections.py::test_nccl_is_refused_for_parameters_on_the_cpu",),
+        (
+            "unit/test_bad_input.py::test_process_group_that_cannot_reduce_on_the_host",
+            "unit/test_rejections.py::test_nccl_is_refused_for_parameters_on_the_cpu",
+        ),
     ),
     Change(
         "local_sgd.py",
@@ -103,31 +105,10 @@ CHANGES = [
     ),
     Change(
         "local_sgd.py",
-        "self._let_peers_read()\n        return super().__exit__",
-        "pass\n        return super().__exit__",
-        "after a step that raised no peer can heal from this group",
-        ("unit/test_optimizers.py::test_lock_is_released_after_a_step_that_raised",),
-    ),
-    Change(
-        "local_sgd.py",
         "self._let_peers_read()\n        # An exception",
         "pass\n        # An exception",
         "after a step that raised no peer can heal from this group before its next step",
         ("unit/test_optimizers.py::test_lock_is_released_after_a_step_that_raised",),
-    ),
-    Change(
-        "local_sgd.py",
-        "            return\n        super()._step_pre_hook",
-        "            pass\n        super()._step_pre_hook",
-        "a step inside a step locks the state a second time",
-        ("unit/test_optimizers.py::test_step_inside_a_step_does_not_count",),
-    ),
-    Change(
-        "local_sgd.py",
-        "            return\n        super()._step_post_hook",
-        "            pass\n        super()._step_post_hook",
-        "a step inside a step counts: synchronized in the middle of a step",
-        ("unit/test_optimizers.py::test_step_inside_a_step_does_not_count",),
     ),
     Change(
         "local_sgd.py",
@@ -201,13 +182,6 @@ CHANGES = [
     ),
     Change(
         "local_sgd.py",
-        "averages = self._average()",
-        "averages = self._reduce_and_stage(self._buffers)",
-        "a subclass that overrides _average() is ignored",
-        ("unit/test_subclasses.py::test_subclass_gets_the_average",),
-    ),
-    Change(
-        "local_sgd.py",
         "self._outcome.at = outcome.IN_VOTE",
         "pass",
         "after a vote without an answer one is told that it never came to the vote",
@@ -253,7 +227,10 @@ CHANGES = [
         "self._outcome.at = None\n        except BaseException as error",
         "pass\n        except BaseException as error",
         "every synchronization but the first is refused",
-        ("unit/test_local_sgd.py::test_optimizer_hooks_drive_the_staged_path", "unit/test_rejections.py::test_a_commit_starts_the_count_again",),
+        (
+            "unit/test_local_sgd.py::test_optimizer_hooks_drive_the_staged_path",
+            "unit/test_rejections.py::test_a_commit_starts_the_count_again",
+        ),
     ),
     Change(
         "local_sgd.py",
@@ -271,31 +248,13 @@ CHANGES = [
     ),
     Change(
         "local_sgd.py",
-        "averages = []\n            drop",
-        "pass\n            drop",
-        "whoever sees the frame of the last synchronization, a profiler say, keeps the averages",
-        ("unit/test_interrupted.py",),
-    ),
-    Change(
-        "local_sgd.py",
-        "averages = []\n            drop_failed_collective(self._manager)",
-        "averages = []",
-        "a failed collective keeps the window when the vote raises",
-        ("unit/test_interrupted.py::test_vote_that_raises_after_a_failed_collective_leaves_no_memory",),
-    ),
-    Change(
-        "local_sgd.py",
         "self._buffers.release()",
         "pass",
         "whoever holds the buffers of the last synchronization keeps M on the device",
-        ("unit/test_interrupted.py", "unit/test_subclasses.py",),
-    ),
-    Change(
-        "local_sgd.py",
-        "self._buffers = None\n        self._report",
-        "pass\n        self._report",
-        "a subclass that averages by itself meets the buffers of an earlier synchronization",
-        ("unit/test_interrupted.py", "unit/test_subclasses.py",),
+        (
+            "unit/test_interrupted.py",
+            "unit/test_subclasses.py",
+        ),
     ),
     Change(
         "local_sgd.py",
@@ -433,7 +392,7 @@ CHANGES = [
     Change(
         "local_sgd.py",
         "parameters = list(self._model.parameters())\n        change",
-        'parameters = [p for group in self._local_optimizer.param_groups for p in group["params"]]\n        change',
+        'parameters = [p for g in self._local_optimizer.param_groups for p in g["params"]]\n        change',
         "a group that healed in the vote writes the average into parameters that the model no longer has",
         ("unit/test_local_sgd.py::test_healing_in_the_vote_may_replace_parameters",),
     ),
@@ -502,13 +461,6 @@ CHANGES = [
     ),
     Change(
         "local_sgd.py",
-        "checked = self._outcome.at == outcome.IN_QUORUM",
-        "checked = True",
-        "under a subclass's own sync() bad parameters are averaged",
-        ("unit/test_subclasses.py::test_parameters_are_checked_under_a_sync_of_ones_own",),
-    ),
-    Change(
-        "local_sgd.py",
         "self._outcome.at = outcome.BEFORE_VOTE",
         "pass",
         "Ctrl-C between the first all-reduce and the vote is forgiven",
@@ -533,7 +485,10 @@ CHANGES = [
         "self._manager.wait_quorum()",
         "pass",
         "the vote of a group that failed while it heals drops the state and keeps its step",
-        ("unit/test_interrupted.py", "faults/test_fault_healing.py::test_no_memory_while_an_asynchronous_quorum_heals",),
+        (
+            "unit/test_interrupted.py",
+            "faults/test_fault_healing.py::test_no_memory_while_an_asynchronous_quorum_heals",
+        ),
     ),
     Change(
         "local_sgd.py",
@@ -575,14 +530,20 @@ CHANGES = [
         "self._windows.clear()\n        self.host.clear()",
         "pass\n        self.host.clear()",
         "whoever holds the buffers of the last synchronization keeps M on the device",
-        ("unit/test_interrupted.py", "unit/test_subclasses.py",),
+        (
+            "unit/test_interrupted.py",
+            "unit/test_subclasses.py",
+        ),
     ),
     Change(
         "_staging/buffers.py",
         "        self.host.clear()",
         "        pass",
         "whoever holds the buffers of the last synchronization keeps S on the host",
-        ("unit/test_interrupted.py", "unit/test_subclasses.py",),
+        (
+            "unit/test_interrupted.py",
+            "unit/test_subclasses.py",
+        ),
     ),
     Change(
         "_staging/buffers.py",
@@ -631,7 +592,10 @@ CHANGES = [
         "used, offset = {}, 0",
         "offset = 0",
         "parameters of one round share memory",
-        ("unit/test_plan.py::test_rounds_keep_order_and_fit", "unit/test_plan.py::test_slots_of_a_round_are_aligned_and_apart",),
+        (
+            "unit/test_plan.py::test_rounds_keep_order_and_fit",
+            "unit/test_plan.py::test_slots_of_a_round_are_aligned_and_apart",
+        ),
     ),
     Change(
         "_staging/plan.py",
@@ -649,13 +613,6 @@ CHANGES = [
     ),
     Change(
         "_staging/checks.py",
-        "return sys.maxsize if offload_window_mb >= sys.maxsize // MIB else int(offload_window_mb * MIB)",
-        "return int(offload_window_mb * MIB)",
-        "a window of 1e305 MiB is an OverflowError",
-        ("unit/test_bad_input.py::test_window",),
-    ),
-    Change(
-        "_staging/checks.py",
         "or torch.finfo(dtype).bits < 16",
         "",
         "8-bit floats are found out when the Manager divides",
@@ -670,24 +627,10 @@ CHANGES = [
     ),
     Change(
         "_staging/checks.py",
-        "if is_traceable_wrapper_subclass(shard) and not _is_one_tensor(shard):",
-        "if False:",
-        "of a tensor made of several the last one wins",
-        ("unit/test_tensor_subclasses.py::test_tensor_of_several_is_refused_at_construction",),
-    ),
-    Change(
-        "_staging/checks.py",
         "if len(names) == 1 else None",
         "if len(names) > 0 else None",
         "a tensor with a scale beside it is averaged without the scale",
         ("unit/test_tensor_subclasses.py::test_tensor_of_several_is_refused_at_construction",),
-    ),
-    Change(
-        "_staging/checks.py",
-        "if len(counts) > 1:",
-        "if False:",
-        "parameters added or removed in the vote tear the model",
-        ("unit/test_outcome.py::test_parameters_that_changed_in_the_vote_are_not_written",),
     ),
     Change(
         "_staging/checks.py",
@@ -729,7 +672,10 @@ CHANGES = [
         "if group.is_sharded:\n                continue",
         "if False:\n                continue",
         "sharded parameters are refused",
-        ("unit/test_unsharded.py::test_made_while_unsharded", "unit/test_unsharded.py",),
+        (
+            "unit/test_unsharded.py::test_made_while_unsharded",
+            "unit/test_unsharded.py",
+        ),
     ),
     Change(
         "_staging/fsdp.py",
@@ -743,13 +689,6 @@ CHANGES = [
         '("_unsharded_param", "_sharded_post_forward_param")',
         '("_sharded_post_forward_param",)',
         "averages are written into FSDP2's unsharded parameters and lost",
-        ("unit/test_unsharded.py",),
-    ),
-    Change(
-        "_staging/fsdp.py",
-        "    for module in model.modules():\n",
-        "    for module in ():\n",
-        "averages are written into FSDP1's unsharded parameters and lost",
         ("unit/test_unsharded.py",),
     ),
     Change(

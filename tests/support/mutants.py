@@ -1,8 +1,8 @@
 """Tests the tests: ``python tests/support/mutants.py`` breaks the staged path in one place at a time.
 
-Each change of ``mutant_changes.py`` is made in a copy of this checkout with an environment of its own, and the
-tests that are named with it have to fail there. Where they pass, all of tests/unit and tests/faults run. What
-goes unnoticed is printed by file and line.
+Each change of ``mutant_changes.py`` is made in a copy of this checkout with an environment of its own, and
+the tests that are named with it have to fail there. Where they pass, all of tests/unit and tests/faults run.
+What goes unnoticed is printed by file and line.
 
 Exit code 0: all changes were noticed. 1: some were not, or nothing is known of them. 2: a change does not fit
 the code, or the tests fail without any.
@@ -57,7 +57,13 @@ class Trial:
         options = ("-x", "-q", "-p", "no:cacheprovider")
         with (self._folder / "output").open("w") as output:
             self._process = subprocess.Popen(
-                [self._environment.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
+                [
+                    self._environment.executable,
+                    "-m",
+                    "pytest",
+                    *options,
+                    *(f"tests/{test}" for test in tests),
+                ],
                 cwd=self._checkout,
                 env=inherited(),
                 stdin=subprocess.DEVNULL,
@@ -142,7 +148,11 @@ def run_trials(changes: Sequence[Change], scratch: Path) -> list[str]:
                     trial.start(EVERYTHING)
                     continue
                 else:
-                    what = "no test fails" if trial.passed else f"stopped, or ended oddly: {trial.output()[-500:]}"
+                    what = (
+                        "no test fails"
+                        if trial.passed
+                        else f"stopped, or ended oddly: {trial.output()[-500:]}"
+                    )
                     unnoticed.append(f"{change.where()} {change.old!r} -> {change.new!r}: {what}")
                     print(unnoticed[-1], flush=True)
                 running.remove(trial)
